@@ -212,7 +212,7 @@ impl Environment {
     }
 
     /// Starts to connect in the background if the target has
-    /// [`Start::AtOnce`](super::connect::Start::AtOnce).
+    /// [`Start::AtOnce`].
     pub(super) fn begin_unasked(&self) {
         if let Some(lazy) = self.lazy_session()
             && let Way::Known(connect) = lazy.way()

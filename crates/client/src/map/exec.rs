@@ -1,4 +1,4 @@
-//! Processes of the other machine, with paths of this one.
+//! `ExecBackend` that translates local paths to remote paths.
 
 use std::sync::Arc;
 
@@ -9,9 +9,9 @@ use crate::backend::{ExecBackend, StartedProcess};
 use crate::error::{ExecServerError, Reply};
 use crate::network::NetworkPolicyDecider;
 
-/// A backend whose working directories and policies are given as local paths.
+/// Process backend that takes working directories and policies as local paths.
 ///
-/// Arguments, variables and output are passed on as they are.
+/// Arguments, variables and output are not translated.
 #[derive(Debug, Clone)]
 pub struct MappedBackend {
     inner: Arc<dyn ExecBackend>,
@@ -19,7 +19,7 @@ pub struct MappedBackend {
 }
 
 impl MappedBackend {
-    /// Applies a map to a backend.
+    /// Wraps `inner` with a path mapping.
     pub fn new(inner: Arc<dyn ExecBackend>, map: PathMap) -> Self {
         Self { inner, map }
     }
@@ -56,7 +56,7 @@ impl ExecBackend for MappedBackend {
         Box::pin(async move {
             let mut listed = self.inner.list().await?;
             for process in &mut listed {
-                // One that somebody started elsewhere is shown where it is.
+                // A process outside of the mapped root keeps its remote path.
                 if let Ok(cwd) = self.map.uri_to_local(&process.cwd) {
                     process.cwd = cwd;
                 }

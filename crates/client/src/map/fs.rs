@@ -1,4 +1,4 @@
-//! Files of the other machine, with paths of this one.
+//! `ExecutorFileSystem` that translates local paths to remote paths.
 
 use std::sync::Arc;
 
@@ -15,21 +15,22 @@ use crate::fs::{
     MissingWatch, ReadStream, Watch, WriteStream, bad_path, uri,
 };
 
-/// A filesystem whose paths are given and told as local ones.
+/// File system that takes and returns local paths for remote files.
 ///
-/// What links say is neither translated nor followed here: it is text of the other machine. Where
-/// the remote root itself is reached through links, the other machine is asked for its path without
+/// The targets of symbolic links are neither translated nor resolved here: they are text of the
+/// remote machine. If the remote root itself is below a symbolic link, its canonical path is
+/// requested once, when it is first needed.
 /// them when that first matters.
 #[derive(Debug, Clone)]
 pub struct MappedFileSystem {
     inner: Arc<dyn ExecutorFileSystem>,
     map: PathMap,
-    /// The map with all that can be known about its remote root.
+    /// The mapping, with the canonical path of the remote root if it could be determined.
     resolved: OnceCell<PathMap>,
 }
 
 impl MappedFileSystem {
-    /// Applies a map to a filesystem.
+    /// Wraps `inner` with a path mapping.
     pub fn new(inner: Arc<dyn ExecutorFileSystem>, map: PathMap) -> Self {
         let resolved = OnceCell::new();
         Self {
@@ -63,7 +64,7 @@ impl MappedFileSystem {
             };
             match real.await {
                 Ok(real) => self.map.clone().with_real_remote(real),
-                // Then nothing can be below it.
+                // The root is not accessible, so no returned path can be below its canonical path.
                 Err(_) => self.map.clone(),
             }
         };
@@ -125,7 +126,7 @@ impl ExecutorFileSystem for MappedFileSystem {
             let inner = self.inner.watch(&self.there(path)?, options).await?;
             let mut path = inner.path().clone();
             self.here(&mut path).await?;
-            // Changes are told below the path without links.
+            // The server reports changes below the canonical path.
             let map = self.resolved().await.clone();
             Ok(FileChanges::new(path, MappedChanges { inner, map }))
         })
@@ -144,7 +145,7 @@ impl ExecutorFileSystem for MappedFileSystem {
     }
 }
 
-/// Changes, told as local ones.
+/// File changes with local paths.
 #[derive(Debug)]
 struct MappedChanges {
     inner: FileChanges,
@@ -163,7 +164,8 @@ impl ChangeSource for MappedChanges {
                     here.map(|here| *path = here).is_ok()
                 })
             });
-            // What cannot be said here must not be taken for nothing.
+            // Changes that cannot be translated were dropped, so report an overflow instead of no
+            // change.
             batch.overflow |= batch.changes.len() < told;
             Some(batch)
         })
@@ -176,7 +178,7 @@ mod tests {
     use crate::fs::{Access, LocalFileSystem};
 
     #[tokio::test]
-    async fn a_root_behind_a_link_is_asked_for() {
+    async fn canonicalize_below_linked_root_returns_local_path() {
         let home = tempfile::tempdir().unwrap();
         let (real, link) = (home.path().join("real"), home.path().join("link"));
         std::fs::create_dir(&real).unwrap();

@@ -1,7 +1,7 @@
-//! Two roots that stand for each other: paths here and paths there.
+//! Path mapping between a local root and a remote root.
 //!
-//! Owns the translation of paths, which is text alone and asks no disk, and what applies it to
-//! processes ([`MappedBackend`]) and files ([`MappedFileSystem`]). Knows nothing of how the other
+//! Translates paths as text, without disk access, and applies the mapping to processes
+//! ([`MappedBackend`]) and files ([`MappedFileSystem`]). It does not depend on how the remote
 //! machine is reached.
 
 mod exec;
@@ -19,10 +19,10 @@ use crate::fs::bad_path;
 pub use exec::MappedBackend;
 pub use fs::MappedFileSystem;
 
-/// A local root and the remote root that stands for it.
+/// Mapping between a local root and the corresponding remote root.
 ///
-/// Everything below one is the same thing below the other; everything else is refused, so that no
-/// path ever means something else than it says.
+/// A path below one root corresponds to the same relative path below the other. A path outside is
+/// rejected, so that a path never refers to an unrelated file.
 ///
 /// ```
 /// use exec_server_client::map::PathMap;
@@ -39,7 +39,7 @@ pub struct PathMap {
     remote: Root,
 }
 
-/// A directory, and its path without links if that is another one.
+/// Directory, and its canonical path if that differs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Root {
     path: PathBuf,
@@ -47,7 +47,7 @@ struct Root {
 }
 
 impl Root {
-    /// What comes after the root.
+    /// The part of the path after the root.
     fn rest<'a>(&self, path: &'a Path) -> Option<&'a Path> {
         let real = || path.strip_prefix(self.real.as_ref()?).ok();
         path.strip_prefix(&self.path).ok().or_else(real)
@@ -55,11 +55,11 @@ impl Root {
 }
 
 impl PathMap {
-    /// A map between two absolute paths.
+    /// Creates a mapping between two absolute paths.
     ///
     /// # Errors
     ///
-    /// When one is relative.
+    /// When one of the paths is relative.
     pub fn new(local: impl Into<PathBuf>, remote: impl Into<PathBuf>) -> Result<Self, MapError> {
         let root = |path: PathBuf| match folded(&path) {
             Some(path) => Ok(Root { path, real: None }),
@@ -71,40 +71,42 @@ impl PathMap {
         })
     }
 
-    /// Takes this for the local root as well: its path without links.
+    /// Also accepts `path` as the local root: its canonical path, without symbolic links.
     #[must_use]
     pub fn with_real_local(mut self, path: impl Into<PathBuf>) -> Self {
         self.local.real = Some(path.into()).filter(|path| *path != self.local.path);
         self
     }
 
-    /// Takes this for the remote root as well: its path without links, as that machine tells it.
+    /// Also accepts `path` as the remote root: its canonical path, as the remote machine reports
+    /// it.
     #[must_use]
     pub fn with_real_remote(mut self, path: impl Into<PathBuf>) -> Self {
         self.remote.real = Some(path.into()).filter(|path| *path != self.remote.path);
         self
     }
 
-    /// Whether it is known where the remote root is without links.
+    /// Whether the canonical path of the remote root is known.
     pub(crate) fn knows_real_remote(&self) -> bool {
         self.remote.real.is_some()
     }
 
-    /// The root on this machine.
+    /// The local root.
     pub fn local_root(&self) -> &Path {
         &self.local.path
     }
 
-    /// The root on the other machine.
+    /// The remote root.
     pub fn remote_root(&self) -> &Path {
         &self.remote.path
     }
 
-    /// The path there. `.` and `..` are folded first, so none can lead out of the root.
+    /// Translates a local path to the remote path. `.` and `..` are resolved first, so that they
+    /// cannot lead out of the root.
     ///
     /// # Errors
     ///
-    /// When it is relative or outside of the local root.
+    /// When the path is relative or outside of the local root.
     pub fn to_remote(&self, path: &Path) -> Result<PathBuf, MapError> {
         let whole = folded(path).ok_or_else(|| MapError::Relative(path.to_owned()))?;
         match self.local.rest(&whole) {
@@ -117,11 +119,11 @@ impl PathMap {
         }
     }
 
-    /// The path here, of one that the other machine told.
+    /// Translates a remote path to the local path.
     ///
     /// # Errors
     ///
-    /// When it is relative or outside of the remote root.
+    /// When the path is relative or outside of the remote root.
     pub fn to_local(&self, path: &Path) -> Result<PathBuf, MapError> {
         let whole = folded(path).ok_or_else(|| MapError::Relative(path.to_owned()))?;
         match self.remote.rest(&whole) {
@@ -134,34 +136,35 @@ impl PathMap {
         }
     }
 
-    /// As [`PathMap::to_remote`], for URIs.
+    /// Translates a URI like [`PathMap::to_remote`].
     ///
     /// # Errors
     ///
-    /// When it is outside of the local root, or no path of this platform.
+    /// When the URI is outside of the local root, or not a path of this platform.
     pub fn uri_to_remote(&self, uri: &PathUri) -> Result<PathUri, ExecServerError> {
         let native = uri.to_native().map_err(bad_path)?;
         PathUri::from_native(&self.to_remote(&native)?).map_err(bad_path)
     }
 
-    /// As [`PathMap::to_local`], for URIs.
+    /// Translates a URI like [`PathMap::to_local`].
     ///
     /// # Errors
     ///
-    /// When it is outside of the remote root, or no path of this platform.
+    /// When the URI is outside of the remote root, or not a path of this platform.
     pub fn uri_to_local(&self, uri: &PathUri) -> Result<PathUri, ExecServerError> {
         let native = uri.to_native().map_err(bad_path)?;
         PathUri::from_native(&self.to_local(&native)?).map_err(bad_path)
     }
 
-    /// A policy in terms of the other machine.
+    /// Translates the paths of a sandbox policy to remote paths.
     ///
-    /// What it says of this machine's home and temporary directories means nothing there and is
-    /// left out.
+    /// The home and temporary directories of this machine are removed, because they do not apply to
+    /// the remote machine.
     ///
     /// # Errors
     ///
-    /// When it names a path outside of the local root: there it would be about something else.
+    /// When the policy names a path outside of the local root, which would be an unrelated path on
+    /// the remote machine.
     pub fn sandbox_to_remote(&self, sandbox: &Sandbox) -> Result<Sandbox, ExecServerError> {
         let mut there = sandbox.clone();
         there.user_home_dir = None;
@@ -181,7 +184,7 @@ impl PathMap {
                 match &mut entry.path {
                     EntryPath::Path { path } => *path = self.uri_to_remote(path)?,
                     EntryPath::GlobPattern { pattern } => {
-                        // Others are relative to roots, which were translated above.
+                        // Relative patterns apply to the roots, which were translated above.
                         if pattern.starts_with('/') {
                             *pattern = self.pattern_to_remote(pattern)?;
                         }
@@ -200,7 +203,7 @@ impl PathMap {
         Ok(())
     }
 
-    /// Of a pattern, the root is plain text and the rest stays as it is.
+    /// Translates a glob pattern: the root is a literal prefix, the rest is unchanged.
     fn pattern_to_remote(&self, pattern: &str) -> Result<String, MapError> {
         let path = Path::new(pattern);
         self.to_remote(path)?;
@@ -221,7 +224,7 @@ impl PathMap {
     }
 }
 
-/// The path without `.`, `..` and doubled slashes; nothing if it is relative.
+/// The path without `.`, `..` and repeated slashes; `None` if it is relative.
 fn folded(path: &Path) -> Option<PathBuf> {
     if !path.is_absolute() {
         return None;
@@ -239,7 +242,7 @@ fn folded(path: &Path) -> Option<PathBuf> {
     Some(whole)
 }
 
-/// As `join`, without a slash after the root itself.
+/// Joins like `Path::join`, but without a trailing slash if `rest` is empty.
 fn joined(root: &Path, rest: &Path) -> PathBuf {
     match rest.as_os_str().is_empty() {
         true => root.to_owned(),
@@ -258,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neighbours_of_a_root_are_outside() {
+    fn to_remote_rejects_paths_outside_the_root() {
         let map = PathMap::new("/l/a", "/r").unwrap();
         for outside in ["/l", "/l/ab", "/l/a/../b", "/l/a/../../etc", "/", "/r/x"] {
             let error = map.to_remote(Path::new(outside)).unwrap_err();
@@ -280,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn roots_may_be_reached_through_links() {
+    fn canonical_root_paths_are_translated() {
         let map = PathMap::new("/home/me", "/srv/app").unwrap();
         let map = map
             .with_real_local("/data/home/me")
@@ -297,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn policies_are_translated_or_refused() {
+    fn sandbox_to_remote_translates_paths_and_rejects_outside() {
         let map = PathMap::new("/l", "/r").unwrap();
         let uri = |path: &str| PathUri::from_native(Path::new(path)).unwrap();
         let entry = |path| Entry {
@@ -345,7 +348,7 @@ mod tests {
         assert_eq!(odd.pattern_to_remote("/l/*.x").unwrap(), "/r[*]/*.x");
     }
 
-    /// A name as the kernel allows it.
+    /// Any file name that the kernel accepts.
     fn name() -> impl Strategy<Value = OsString> {
         proptest::collection::vec(
             (1u8..=255).prop_filter("no separator", |byte| *byte != b'/'),
@@ -363,7 +366,7 @@ mod tests {
         })
     }
 
-    /// A path with dots in it, as somebody may type it.
+    /// A path with `.` and `..` components, as a user may type it.
     fn typed() -> impl Strategy<Value = PathBuf> {
         let part = prop_oneof![name(), Just("..".into()), Just(".".into())];
         proptest::collection::vec(part, 0..8).prop_map(|names| {
@@ -375,7 +378,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn there_and_back_is_where_one_was(local in path(), remote in path(), rest in path()) {
+        fn to_local_inverts_to_remote(local in path(), remote in path(), rest in path()) {
             let map = PathMap::new(&local, &remote).unwrap();
             let here = joined(&local, rest.strip_prefix("/").unwrap());
             let there = map.to_remote(&here).unwrap();
@@ -387,7 +390,7 @@ mod tests {
         }
 
         #[test]
-        fn nothing_leads_out_of_the_root(local in path(), remote in path(), typed in typed()) {
+        fn to_remote_never_leaves_the_root(local in path(), remote in path(), typed in typed()) {
             let map = PathMap::new(&local, &remote).unwrap();
             let asked = local.join(typed.strip_prefix("/").unwrap());
             for path in [asked, typed] {

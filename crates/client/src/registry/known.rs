@@ -1,7 +1,7 @@
-//! The keys of environments, written down the first time.
+//! Known-hosts file for environment keys (trust on first use).
 //!
-//! Owns a file with one environment per line: `registry://HOST/ENVIRONMENT FINGERPRINT`. It is for
-//! its user alone: whoever can write it can be any environment.
+//! The file has one environment per line: `registry://HOST/ENVIRONMENT FINGERPRINT`. Only its owner
+//! may write it: a user with write access could impersonate any environment.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _};
@@ -14,10 +14,10 @@ use exec_server_transport::registry::RegistryUrl;
 
 use crate::error::KnownEnvironmentsError;
 
-/// Bytes of the file that are read: a hundred thousand environments.
+/// Maximum file size: 16 MiB, enough for a hundred thousand environments.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// A file of known environments; it need not be there yet.
+/// File of known environment keys; it may not exist yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownEnvironments {
     path: PathBuf,
@@ -26,26 +26,26 @@ pub struct KnownEnvironments {
 type Result<T, E = KnownEnvironmentsError> = std::result::Result<T, E>;
 
 impl KnownEnvironments {
-    /// What is known in this file.
+    /// Uses the file at `path`.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into() }
     }
 
-    /// The file.
+    /// Path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The key of an environment, if it is known.
+    /// The known key of an environment.
     ///
     /// # Errors
     ///
-    /// When the file cannot be read, or others could have written it.
+    /// When the file cannot be read, or is writable by other users.
     pub fn lookup(&self, url: &RegistryUrl) -> Result<Option<Fingerprint>> {
         Ok(find(&self.read()?, url))
     }
 
-    /// All that is known, in the order of the file.
+    /// All known environments and their keys, in the order of the file.
     ///
     /// # Errors
     ///
@@ -54,7 +54,7 @@ impl KnownEnvironments {
         self.read()
     }
 
-    /// Writes a key down unless one is known; the one that is known then.
+    /// Adds a key unless the environment has one. Returns the key that is then known.
     ///
     /// # Errors
     ///
@@ -70,7 +70,7 @@ impl KnownEnvironments {
         Ok(key)
     }
 
-    /// Writes a key down, in place of another; what was known before.
+    /// Sets the key of an environment. Returns the previous key.
     ///
     /// # Errors
     ///
@@ -85,7 +85,7 @@ impl KnownEnvironments {
         Ok(before)
     }
 
-    /// Forgets an environment; what was known of it.
+    /// Removes an environment. Returns its key.
     ///
     /// # Errors
     ///
@@ -144,7 +144,7 @@ impl KnownEnvironments {
         Ok(known)
     }
 
-    /// Keeps others from changing the file at the same time, until dropped.
+    /// Locks the file against concurrent changes by other processes, until the result is dropped.
     fn lock(&self) -> Result<File> {
         let failed = self.failed("write");
         let directory = directory_of(&self.path);
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_key_stays_until_another_is_trusted_on_purpose() {
+    fn add_keeps_first_key_until_trust_replaces_it() {
         let directory = tempfile::tempdir().unwrap();
         let known = KnownEnvironments::new(directory.path().join("a/b/known"));
         let (one, two) = (url("registry://h/e"), url("registry://h/f"));
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn many_that_write_together_lose_nothing() {
+    fn concurrent_adds_keep_every_key() {
         let directory = tempfile::tempdir().unwrap();
         let known = KnownEnvironments::new(directory.path().join("known"));
         std::thread::scope(|scope| {
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_cannot_be_relied_on_are_refused() {
+    fn lookup_rejects_writable_by_others_and_malformed_lines() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("known");
         let known = KnownEnvironments::new(&path);

@@ -1,11 +1,11 @@
-//! Environments that are reached through a registry and its meeting point.
+//! Environments that are reached through a registry and its rendezvous server.
 //!
-//! Owns the way from an environment's id to a link: asking the registry, checking the executor's key,
-//! the socket, the stream, and another socket whenever one is lost. What is said over the link is
-//! [`ExecServerClient`]'s.
+//! Turns an environment id into a link: registry request, check of the executor's key, websocket,
+//! stream, and a new websocket after a loss. [`ExecServerClient`] implements the protocol on the
+//! link.
 //!
-//! For whoever keeps a list of environments, [`RegistryConnectArgs`] is all there is to fill in, and
-//! [`RegistryTarget`] is how the list connects; others call [`ExecServerClient::connect_registry`]:
+//! Fill in [`RegistryConnectArgs`]. A list of environments connects with [`RegistryTarget`]; other
+//! callers use [`ExecServerClient::connect_registry`]:
 //!
 //! ```no_run
 //! use exec_server_client::ExecServerClient;
@@ -49,50 +49,53 @@ pub use exec_server_transport::registry::auth::RegistryAuth;
 pub use exec_server_transport::registry::{Proxies, RegistryUrl, RegistryUrlParseError};
 pub use known::KnownEnvironments;
 
-/// For each question to the registry.
+/// Timeout of one request to the registry.
 const ASK_TIMEOUT: Duration = Duration::from_secs(6);
-/// For all questions of one connection.
+/// Time limit for all registry requests of one connection.
 const ASK_PATIENCE: Duration = Duration::from_secs(14);
-/// How often a registry that may do better is asked again.
+/// Maximum number of retries of a registry request.
 const ASK_RETRIES: u32 = 4;
-/// For each websocket.
+/// Timeout of one websocket connection.
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Whose key is believed to be the environment's.
+/// Which key is accepted as the key of the environment.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Trust {
-    /// Whatever the registry says: it could name a key of its own and read everything.
+    /// Any key that the registry reports. A malicious registry could report its own key and read
+    /// all data.
     Registry,
-    /// One key.
+    /// Only this key.
     Fingerprint(Fingerprint),
-    /// The key that the environment had the first time, written down then.
+    /// The key of the first connection, which is stored in a file.
     FirstUse(KnownEnvironments),
 }
 
-/// How to reach an environment through a registry.
+/// Arguments of a connection to an environment through a registry.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct RegistryConnectArgs {
-    /// The registry: `http://…` or `https://…`.
+    /// URL of the registry: `http://…` or `https://…`.
     pub registry_url: String,
-    /// The environment.
+    /// Id of the environment.
     pub environment_id: String,
-    /// How to talk to the registry, and as whom. Its TLS options are those of the meeting point too.
+    /// Registry client options and credentials. Their TLS options also apply to the rendezvous
+    /// server.
     pub registry: RegistryOptions,
-    /// Who we are to the executor. A session belongs to these keys; who wants to take one up again
-    /// after a restart keeps them, see [`identity::load_or_create`].
+    /// Our key pair for the executor. A session belongs to this key pair. To resume a session after
+    /// a restart, keep the key pair; see [`identity::load_or_create`].
     pub identity: Identity,
-    /// Whom we believe to be the executor.
+    /// Which executor key is accepted.
     pub trust: Trust,
-    /// How much of everything the stream may have.
+    /// Limits of the stream.
     pub limits: Limits,
-    /// What to ask for once connected.
+    /// Connection options for the handshake.
     pub options: ExecServerClientConnectOptions,
 }
 
 impl RegistryConnectArgs {
-    /// The defaults, with new keys: whatever key the registry names is believed.
+    /// Creates default arguments with a new key pair. Any key that the registry reports is
+    /// accepted.
     pub fn new(
         registry_url: impl Into<String>,
         environment_id: impl Into<String>,
@@ -112,25 +115,25 @@ impl RegistryConnectArgs {
         }
     }
 
-    /// As [`RegistryConnectArgs::new`], for an environment by its URL.
+    /// Creates arguments like [`RegistryConnectArgs::new`], for the URL of an environment.
     pub fn of(url: &RegistryUrl, auth: RegistryAuth, client_name: impl Into<String>) -> Self {
         Self::new(url.registry_url(), url.environment_id(), auth, client_name)
     }
 }
 
 impl ExecServerClient {
-    /// Connects to an environment of a registry.
+    /// Connects to an environment through a registry.
     ///
     /// # Errors
     ///
-    /// When it cannot be reached, has another key than it should, or the handshake fails.
+    /// When the environment cannot be reached, has an unexpected key, or the handshake fails.
     pub async fn connect_registry(args: RegistryConnectArgs) -> Result<Self, ExecServerError> {
         RegistryTarget::new(args)?.connect().await
     }
 }
 
-/// An environment of a registry, for lists of environments: each session has a stream of its own,
-/// and all of them the same keys on both sides.
+/// Registry environment as a connection target. Each session uses a separate stream; all sessions
+/// use the same keys on both sides.
 #[derive(Debug, Clone)]
 pub struct RegistryTarget {
     dial: RegistryDial,
@@ -138,11 +141,11 @@ pub struct RegistryTarget {
 }
 
 impl RegistryTarget {
-    /// Prepares; nothing is sent yet.
+    /// Creates a target; sends nothing.
     ///
     /// # Errors
     ///
-    /// When there can be no such environment.
+    /// When the registry URL or the environment id is invalid.
     pub fn new(args: RegistryConnectArgs) -> Result<Self, RegistryConnectError> {
         let options = args.options.clone();
         let dial = RegistryDial::new(args)?;
@@ -163,7 +166,7 @@ impl Connect for RegistryTarget {
     }
 }
 
-/// Opens links to one environment, again and again: what a client recovers with.
+/// Dialer for links to one environment. The client also uses it to recover.
 #[derive(Debug, Clone)]
 pub struct RegistryDial {
     shared: Arc<Shared>,
@@ -176,16 +179,16 @@ struct Shared {
     identity: Identity,
     trust: Trust,
     limits: Limits,
-    /// The key of the first link, which all others must have.
+    /// The executor key of the first link; later links must have the same key.
     key: Mutex<Option<PublicKey>>,
 }
 
 impl RegistryDial {
-    /// Prepares; nothing is sent yet.
+    /// Creates a dialer; sends nothing.
     ///
     /// # Errors
     ///
-    /// When there can be no such environment.
+    /// When the registry URL or the environment id is invalid.
     pub fn new(args: RegistryConnectArgs) -> Result<Self, RegistryConnectError> {
         let url = RegistryUrl::new(&args.registry_url, &args.environment_id)?;
         let registry = Registry::new(&args.registry_url, &args.environment_id, args.registry)?;
@@ -202,28 +205,30 @@ impl RegistryDial {
         })
     }
 
-    /// Which environment.
+    /// URL of the environment.
     pub fn url(&self) -> &RegistryUrl {
         &self.shared.url
     }
 
-    /// The key that the registry names now, whether it is believed or not.
+    /// The executor key that the registry currently reports. It is not checked.
     ///
     /// # Errors
     ///
-    /// When the registry has no way for us.
+    /// When the registry returns no address for the environment.
     pub async fn current_key(&self) -> Result<Fingerprint, RegistryConnectError> {
         let answer = self.shared.ask().await?;
         Ok(answer.executor_public_key.fingerprint())
     }
 
-    /// Opens a link over a new stream. The first time a registry that may do better is asked again;
-    /// later that is left to whoever recovers. Sockets that are lost are replaced while the executor can go
-    /// on with another; the link ends when it cannot.
+    /// Opens a link over a new stream.
+    ///
+    /// The first call retries transient registry errors; later calls leave retries to the client's
+    /// recovery. A lost websocket is replaced as long as the executor can continue the stream;
+    /// otherwise the link ends.
     ///
     /// # Errors
     ///
-    /// When there is no way, or the executor is not who it should be.
+    /// When the environment cannot be reached, or the executor has an unexpected key.
     pub async fn open(&self) -> Result<Link, RegistryConnectError> {
         let shared = Arc::clone(&self.shared);
         let environment = || shared.url.environment_id().to_owned();
@@ -234,7 +239,7 @@ impl RegistryDial {
         shared.check(&answer.executor_public_key)?;
         let mut link = shared.dial(&answer).await;
         if matches!(link, Err(ConnectError::Refused { status: 401, .. })) {
-            // It may just have expired.
+            // The signed URL may have expired since the registry returned it.
             answer = shared.ask_once().await?;
             shared.check(&answer.executor_public_key)?;
             link = shared.dial(&answer).await;
@@ -268,7 +273,7 @@ impl RegistryDial {
             environment: environment(),
             source,
         })?;
-        // The executor has proved to have the key.
+        // The executor has proved that it owns the key.
         shared.believe(key)?;
         Ok(stream.link)
     }
@@ -281,7 +286,7 @@ impl Dial for RegistryDial {
 }
 
 impl Shared {
-    /// Whether there was a link before.
+    /// Whether an earlier link has fixed the executor key.
     fn is_known(&self) -> bool {
         let key = self.key.lock();
         key.is_some()
@@ -291,13 +296,13 @@ impl Shared {
         self.registry.connect(self.identity.public_key()).await
     }
 
-    /// A socket to where the registry said.
+    /// Opens a websocket to one of the addresses that the registry returned.
     async fn dial(&self, answer: &ConnectResponse) -> Result<Link, ConnectError> {
         let ConnectResponse { url, urls, .. } = answer;
         self.registry.dial_any(url, urls, SOCKET_TIMEOUT).await
     }
 
-    /// Asks for a way, again if the registry may do better.
+    /// Requests addresses from the registry; retries transient errors.
     async fn ask(&self) -> Result<ConnectResponse, RegistryConnectError> {
         let until = Instant::now() + ASK_PATIENCE;
         let mut tries = 0;
@@ -316,7 +321,7 @@ impl Shared {
         }
     }
 
-    /// A socket for a stream that is open; the pauses between attempts are the driver's.
+    /// Opens a new websocket for an existing stream. The caller waits between attempts.
     async fn another_socket(&self, key: &PublicKey) -> Result<Link, DialError> {
         let answer = match self.ask_once().await {
             Ok(answer) => answer,
@@ -340,7 +345,7 @@ impl Shared {
         }
     }
 
-    /// Whether a key may be the environment's.
+    /// Checks an executor key against the first link's key or the trust setting.
     fn check(&self, key: &PublicKey) -> Result<(), RegistryConnectError> {
         let found = key.fingerprint();
         let before = self.key.lock();
@@ -356,7 +361,7 @@ impl Shared {
         }
     }
 
-    /// Remembers a key that was proved.
+    /// Stores the key after the executor has proved that it owns it.
     fn believe(&self, key: PublicKey) -> Result<(), RegistryConnectError> {
         let found = key.fingerprint();
         let mut before = self.key.lock();
@@ -373,8 +378,8 @@ impl Shared {
     }
 }
 
-/// Before the retry of this number: doubling, and up to half as much again by chance, so that many
-/// who wait for the same executor do not ask together.
+/// Delay before a retry. It doubles each time, plus up to 50 % of random jitter, so that clients
+/// that wait for the same executor do not retry simultaneously.
 fn pause(retry: u32, random: u32) -> Duration {
     const FIRST: Duration = Duration::from_millis(500);
     const MAX: Duration = Duration::from_secs(5);
@@ -391,14 +396,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_grow_to_a_bound() {
+    fn retry_delay_doubles_up_to_a_maximum() {
         let shortest: Vec<_> = (0..7).map(|n| pause(n, 0).as_millis()).collect();
         assert_eq!(shortest, [500, 1000, 2000, 4000, 5000, 5000, 5000]);
         assert_eq!(pause(9, u32::MAX).as_millis(), 7500);
     }
 
     #[test]
-    fn one_key_is_believed_from_then_on() {
+    fn changed_executor_key_is_rejected_for_each_trust_setting() {
         let auth = RegistryAuth::Open;
         let args = |trust| {
             let mut args = RegistryConnectArgs::new("http://127.0.0.1:1", "e", auth.clone(), "t");
@@ -434,7 +439,7 @@ mod tests {
         let second = shared(Trust::FirstUse(known));
         second.check(&one).unwrap();
         fails(second.check(&other));
-        // Another environment's key is another matter.
+        // The key of another environment is independent.
         let mut args = args(second.trust.clone());
         args.environment_id = "f".to_owned();
         let elsewhere = RegistryDial::new(args).unwrap();

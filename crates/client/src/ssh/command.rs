@@ -1,4 +1,4 @@
-//! What is asked of ssh, and what it answers.
+//! ssh invocations: master, forward, script and stdio link; and parsing of their output.
 
 use std::io;
 use std::pin::Pin;
@@ -14,25 +14,25 @@ use tokio::process::{Child, ChildStdout, Command};
 
 use super::{SshError, SshHost};
 
-/// What ssh ends with when it failed itself.
+/// Exit status that ssh uses for its own failures.
 const SSH_FAILED: i32 = 255;
 
-/// The most that is kept of what a command says; the rest is read and forgotten.
+/// Maximum number of bytes kept of a command's output; the rest is read and discarded.
 const MAX_SAID: usize = 64 * 1024;
 
-/// How long what a command said may still be on its way when it has ended.
+/// Time to read the remaining output after a command has exited.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// How long a question may take that only our own master answers.
+/// Timeout of a request that our own ssh master answers locally.
 const MASTER_PATIENCE: Duration = Duration::from_secs(5);
 
-/// How long a daemon may take to start.
+/// Time limit for the start of a daemon.
 const START_PATIENCE: Duration = Duration::from_secs(30);
 
-/// Begins every line that is meant for us: shells may print what they like before.
+/// Prefix of each output line that is intended for us. A login shell may print other lines before.
 pub(super) const MARK: &str = "exec-server-ssh ";
 
-/// What a command came to.
+/// Exit status and output of a finished command.
 pub(super) struct Said {
     status: ExitStatus,
     pub(super) stdout: String,
@@ -44,12 +44,12 @@ impl Said {
         self.status.code()
     }
 
-    /// The words after our mark.
+    /// The text after the prefix [`MARK`].
     pub(super) fn marked(&self) -> Option<&str> {
         self.stdout.lines().find_map(|line| line.strip_prefix(MARK))
     }
 
-    /// What it said about its failure.
+    /// Reason of the failure, from the command's output.
     pub(super) fn reason(&self) -> String {
         let lines: Vec<&str> = self.stderr.lines().map(str::trim_end).collect();
         let lines: Vec<&str> = lines.into_iter().filter(|line| !line.is_empty()).collect();
@@ -61,19 +61,19 @@ impl Said {
     }
 }
 
-/// How a command of ssh gets to the machine.
+/// How an ssh command connects to the host.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// Becomes the master.
+    /// It becomes the ssh master (`ControlMaster=yes`).
     Master,
-    /// Through the master.
+    /// It uses the connection of the ssh master.
     Through,
-    /// On its own.
+    /// It opens a separate connection.
     Alone,
 }
 
 impl SshHost {
-    /// ssh with everything but the destination and what to do there.
+    /// ssh command with its options, without the destination and the remote command.
     fn ssh(&self, way: Way) -> Command {
         let options = &self.inner.options;
         let mut command = Command::new(&options.program);
@@ -81,7 +81,8 @@ impl SshHost {
         let mut set = |option: String| {
             command.arg("-o").arg(option);
         };
-        // The first value counts: what must be so, what the caller wants, what would be good.
+        // ssh uses the first value of an option. The order is therefore: required options, options
+        // of the caller, defaults.
         match way {
             Way::Master => {
                 set("ControlMaster=yes".to_owned());
@@ -97,7 +98,7 @@ impl SshHost {
         if way != Way::Alone {
             set(format!(
                 "ControlPath={}",
-                // The only character that ssh expands in a path.
+                // `%` is the only character that ssh expands in this path.
                 self.inner.control.to_string_lossy().replace('%', "%%")
             ));
         }
@@ -108,7 +109,8 @@ impl SshHost {
             set(option.clone());
         }
         let asks = options.interactive && !self.inner.connected.load(Ordering::Relaxed);
-        // Through a master that is gone, it must not make a connection of its own that asks.
+        // If the master has exited, the command must not open a separate connection, which could
+        // prompt.
         if !asks || way == Way::Through {
             set("BatchMode=yes".to_owned());
         }
@@ -119,7 +121,8 @@ impl SshHost {
         set("ServerAliveInterval=15".to_owned());
         set("ServerAliveCountMax=3".to_owned());
         if way != Way::Through && !asks {
-            // Keys typed for the command are not for ssh, and neither is the terminal's interrupt.
+            // In its own process group ssh does not read the terminal and does not receive its
+            // Ctrl-C.
             command.process_group(0);
         }
         if let Some(port) = options.url.port() {
@@ -136,12 +139,12 @@ impl SshHost {
         command.arg("--").arg(self.url().destination());
     }
 
-    /// Sees that there is a master.
+    /// Ensures that an ssh master is running.
     pub(super) async fn master(&self) -> Result<(), SshError> {
         if self.has_master().await {
             return Ok(());
         }
-        // It is gone, or it answers nobody.
+        // The control socket is a remnant: the master has exited or does not respond.
         let _ = std::fs::remove_file(&self.inner.control);
         let mut command = self.ssh(Way::Master);
         command.args(["-f", "-N"]);
@@ -149,7 +152,8 @@ impl SshHost {
         let options = &self.inner.options;
         let patience = match options.interactive {
             true => Duration::MAX,
-            // Connecting is limited by ssh; who is there may take as long again to let us in.
+            // `ConnectTimeout` limits only the connection setup. Allow twice as long for
+            // authentication.
             false => options.connect_timeout * 3,
         };
         let said = self.finish(command, patience, "let us in").await?;
@@ -162,31 +166,32 @@ impl SshHost {
         }
     }
 
-    /// Ends a master that carries nothing any more.
+    /// Stops a master whose connection no longer works.
     pub(super) async fn end_master(&self) {
         self.control("exit", None).await;
         let _ = std::fs::remove_file(&self.inner.control);
     }
 
-    /// Lets our socket lead to one there; whether it leads anywhere shows when it is used.
+    /// Forwards our local socket to a remote one. Whether the remote socket accepts connections
+    /// shows only when the forwarding is used.
     pub(super) async fn forward(&self, there: &str) -> bool {
-        // A colon would end the path.
+        // ssh would treat a colon as the end of the path.
         if there.contains(':') {
             return false;
         }
         let _ = std::fs::remove_file(&self.inner.socket);
         let pair = format!("{}:{there}", self.inner.socket.display());
-        // The master may still hold the one that was removed.
+        // The master may still have the forwarding whose socket file was removed above.
         self.control("cancel", Some(&pair)).await;
         self.control("forward", Some(&pair)).await
     }
 
-    /// Whether there is a master that answers.
+    /// Whether an ssh master responds.
     pub(super) async fn has_master(&self) -> bool {
         self.control("check", None).await
     }
 
-    /// Asks something of the master itself.
+    /// Sends a control command (`ssh -O`) to the master; returns whether it succeeded.
     async fn control(&self, what: &str, forward: Option<&str>) -> bool {
         if !self.inner.control.exists() {
             return false;
@@ -201,7 +206,7 @@ impl SshHost {
         said.is_ok_and(|said| said.status.success())
     }
 
-    /// Runs a script there, in the shell that POSIX knows, whatever the user's own is.
+    /// Runs a script on the host in a POSIX `sh`, independent of the user's login shell.
     pub(super) async fn script(
         &self,
         script: &str,
@@ -237,7 +242,7 @@ impl SshHost {
         command
     }
 
-    /// Runs ssh to its end; it is killed if that takes too long or nobody waits any more.
+    /// Runs ssh until it exits. ssh is killed after the time limit, or when this future is dropped.
     async fn finish(
         &self,
         mut command: Command,
@@ -259,7 +264,8 @@ impl SshHost {
                 tokio::pin!(reading);
                 tokio::select! {
                     status = child.wait() => {
-                        // What went to the background may hold the streams open for ever.
+                        // Background processes of the command may keep the streams open
+                        // indefinitely.
                         let _ = tokio::time::timeout(LAST_WORDS, reading).await;
                         status
                     }
@@ -292,7 +298,8 @@ impl SshHost {
         }
     }
 
-    /// A link through the standard streams of a command there, which installs what is missing.
+    /// Opens a link over stdin and stdout of a remote command. Installs the server if it is
+    /// missing.
     pub(super) async fn stdio(&self) -> Result<Link, SshError> {
         let mut installed = false;
         loop {
@@ -318,7 +325,7 @@ impl SshHost {
                 timeout: patience,
             })?;
             let Some(first) = first else {
-                // The end came first.
+                // stdout ended before the expected line: the command has failed.
                 let mut stderr = Vec::new();
                 gather(&mut complaints, &mut stderr).await;
                 let status = child.wait().await.map_err(|error| self.cannot_run(error))?;
@@ -346,7 +353,8 @@ impl SshHost {
                 continue;
             }
             self.take_state(&first)?;
-            // Whatever ssh says from now on must not fill the pipe up. Ends with the child.
+            // Keep reading stderr, so that ssh never blocks on a full pipe. The task ends with the
+            // child.
             tokio::spawn(async move { gather(&mut complaints, &mut Vec::new()).await });
             let reader = OfChild {
                 stdout,
@@ -358,7 +366,7 @@ impl SshHost {
     }
 }
 
-/// The output of a child that ends with whoever reads it.
+/// stdout of a child process that is killed when the reader is dropped.
 struct OfChild {
     stdout: ChildStdout,
     _child: Child,
@@ -374,7 +382,8 @@ impl AsyncRead for OfChild {
     }
 }
 
-/// The words of the first line that is for us, without reading past it; nothing at the end.
+/// The text of the first line with our prefix. Reads no byte after that line. `None` if the stream
+/// ends before.
 async fn marked_line(stream: &mut (impl AsyncRead + Unpin)) -> Option<String> {
     let mut total = 0;
     let mut line = Vec::new();
@@ -394,7 +403,7 @@ async fn marked_line(stream: &mut (impl AsyncRead + Unpin)) -> Option<String> {
     None
 }
 
-/// Reads a stream to its end and keeps the beginning.
+/// Reads a stream to its end and keeps the first [`MAX_SAID`] bytes.
 async fn gather(stream: &mut Option<impl AsyncRead + Unpin>, kept: &mut Vec<u8>) {
     let Some(stream) = stream else { return };
     let mut buffer = [0; 4096];
@@ -409,7 +418,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_shells_print_before_is_passed_over() {
+    async fn marked_line_skips_shell_output_before_the_prefix() {
         let mut text = &b"Welcome!\nnot exec-server-ssh x\nexec-server-ssh ready {}\nGET"[..];
         assert_eq!(marked_line(&mut text).await.unwrap(), "ready {}");
         assert_eq!(text, b"GET", "nothing after it is taken");
@@ -419,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn words_for_a_shell() {
+    fn shell_quoted_text_reaches_the_shell_unchanged() {
         let output = std::process::Command::new("sh")
             .arg("-c")
             .arg(format!(

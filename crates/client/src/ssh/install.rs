@@ -1,4 +1,4 @@
-//! The executable there: found, or put there whole.
+//! Find or upload the exec-server binary on the ssh host.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -12,10 +12,10 @@ use sha2::{Digest as _, Sha256};
 
 use super::{SshError, SshHost, hex};
 
-/// How long starting a daemon may take, an old one's farewell included.
+/// Time limit for the start of a daemon, including the shutdown of an old one.
 const START_PATIENCE: Duration = Duration::from_secs(30);
 
-/// Executes what is there, or says what kind of machine it is.
+/// Script that executes the installed binary, or reports the OS and architecture if it is missing.
 const START: &str = r#"
 b="${XDG_CACHE_HOME:-$HOME/.cache}/exec-server/bin/$1"
 shift
@@ -23,22 +23,23 @@ if [ -x "$b" ]; then exec "$b" daemon "$@"; fi
 echo "exec-server-ssh missing $(uname -s) $(uname -m)"
 "#;
 
-/// Executes what was named.
+/// Script that executes the binary named by the caller.
 const START_NAMED: &str = r#"
 b=$1
 shift
 exec "$b" daemon "$@"
 "#;
 
-/// Executes what is in `PATH`, if there is one.
+/// Script that executes the binary found in `PATH`, if there is one.
 const START_FOUND: &str = r#"
 shift
 if command -v exec-server >/dev/null 2>&1; then exec exec-server daemon "$@"; fi
 echo "exec-server-ssh missing $(uname -s) $(uname -m)"
 "#;
 
-/// Puts standard input in place under a name, if it is what it should be and runs; otherwise leaves
-/// nothing behind. Old ones are removed, but for the last few that somebody may still use.
+/// Script that writes stdin to a file and renames it to its final name, if its hash matches and it
+/// runs. On failure it leaves no file behind. It deletes old versions, except the last few that may
+/// still be in use.
 const INSTALL: &str = r#"
 d="${XDG_CACHE_HOME:-$HOME/.cache}/exec-server/bin"
 umask 077
@@ -77,7 +78,7 @@ ls -t | grep "^exec-server-" | tail -n +4 | while read -r old; do rm -f "./$old"
 echo "exec-server-ssh installed"
 "#;
 
-/// What the script ends with when the machine cannot run it.
+/// Exit status of the install script if the machine cannot run the binary.
 const UNFIT: i32 = 73;
 
 impl SshHost {
@@ -101,7 +102,7 @@ impl SshHost {
         Ok((script, args))
     }
 
-    /// Sees that a daemon runs there; its socket.
+    /// Ensures that a daemon runs on the host; returns the path of its socket.
     pub(super) async fn daemon(&self) -> Result<String, SshError> {
         let mut installed = false;
         loop {
@@ -128,7 +129,7 @@ impl SshHost {
         }
     }
 
-    /// Reads what a daemon's starter says; its socket.
+    /// Parses the output of the start script; returns the path of the daemon's socket.
     pub(super) fn take_state(&self, words: &str) -> Result<String, SshError> {
         let bad = || SshError::Daemon {
             url: self.name(),
@@ -139,14 +140,14 @@ impl SshHost {
         if let Some(kept) = state["kept"].as_str() {
             self.notice(&format!("{}: {kept}", self.name()));
         }
-        // A colon or a blank would mean something else to ssh.
+        // Accept absolute paths only.
         match state["socket"].as_str() {
             Some(socket) if socket.starts_with('/') => Ok(socket.to_owned()),
             _ => Err(bad()),
         }
     }
 
-    /// Puts our executable there. `machine` is what `uname -s` and `uname -m` say there.
+    /// Uploads the binary. `machine` is the output of `uname -s` and `uname -m` on the host.
     pub(super) async fn install(&self, machine: &str) -> Result<(), SshError> {
         let Some(path) = &self.inner.options.local_binary else {
             return Err(SshError::Missing { url: self.name() });
@@ -170,7 +171,7 @@ impl SshHost {
         let file = File::open(path).map_err(|source| unreadable(path, source))?;
         let size = binary.bytes.to_string();
         let args = [binary.name.as_str(), &binary.sha256, &size];
-        // As long as it takes: ssh itself notices when nothing moves any more.
+        // No time limit: ssh itself detects a stalled connection.
         let said = self
             .script(INSTALL, &args, Stdio::from(file), Duration::MAX)
             .await?;
@@ -188,7 +189,7 @@ impl SshHost {
         }
     }
 
-    /// Our executable; looked at once.
+    /// The binary to install; read once.
     async fn binary(&self) -> Result<&Binary, SshError> {
         let look = async || {
             let (path, version) = match &self.inner.options.local_binary {
@@ -215,7 +216,7 @@ fn unreadable(path: &Path, source: io::Error) -> SshError {
     }
 }
 
-/// What tells an executable from the one that was here before, without reading it.
+/// Stamp of a file's metadata that changes with the binary, obtained without reading its content.
 pub(super) fn stamp(path: Option<&Path>) -> Result<String, SshError> {
     let Some(path) = path else {
         return Ok(String::new());
@@ -224,10 +225,10 @@ pub(super) fn stamp(path: Option<&Path>) -> Result<String, SshError> {
     Ok(stamp.to_string())
 }
 
-/// An executable to install.
+/// Binary to install.
 #[derive(Debug)]
 pub(super) struct Binary {
-    /// Its name there, unique to its content.
+    /// File name on the host, unique for the content.
     name: String,
     sha256: String,
     bytes: u64,
@@ -252,7 +253,7 @@ impl Binary {
             bytes += read as u64;
         }
         let sha256 = hex(hash.finalize());
-        // Also what the far side sees as a word: no more than names need.
+        // The version also becomes part of a shell command, so only a few characters are kept.
         let version: String = version
             .chars()
             .filter(|c| c.is_ascii_alphanumeric() || ".-+".contains(*c))
@@ -266,12 +267,12 @@ impl Binary {
     }
 }
 
-/// A kind of machine, in the words of Linux.
+/// OS and architecture, with the names that Linux uses.
 #[derive(Debug, PartialEq, Eq)]
 struct Machine(String);
 
 impl Machine {
-    /// From what `uname -s` and `uname -m` say.
+    /// From the output of `uname -s` and `uname -m`.
     fn told(words: &str) -> Self {
         let mut words = words.split_whitespace();
         let system = words.next().unwrap_or("unknown");
@@ -285,7 +286,7 @@ impl Machine {
         Self(format!("{system} {machine}"))
     }
 
-    /// From the beginning of an executable.
+    /// From the ELF header of an executable.
     fn of_executable(head: &[u8]) -> Self {
         let [0x7f, b'E', b'L', b'F', class, order, ..] = head else {
             return Self("no Linux machine".to_owned());
@@ -316,13 +317,13 @@ impl Machine {
     }
 }
 
-/// The executable of this very program, for those that are one with the server.
+/// Executable of the current process, for programs that contain the server.
 ///
-/// Where the kernel can name it even after a newer one has taken its place, as that.
+/// Uses `/proc/self/exe` if it exists. This path stays valid after an update has replaced the file.
 ///
 /// # Errors
 ///
-/// When it cannot be told.
+/// When the path cannot be determined.
 pub fn own_executable() -> io::Result<PathBuf> {
     let kernel = PathBuf::from("/proc/self/exe");
     match kernel.exists() {
@@ -336,7 +337,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn machines_have_one_name_each() {
+    fn machine_normalizes_uname_output_and_elf_headers() {
         for (told, name) in [
             ("Linux x86_64", "Linux x86_64"),
             ("Linux amd64", "Linux x86_64"),
@@ -360,9 +361,9 @@ mod tests {
     }
 
     #[test]
-    fn scripts_are_plain_words_for_any_login_shell() {
+    fn scripts_are_valid_sh_and_safe_to_quote() {
         for script in [START, START_NAMED, START_FOUND, INSTALL] {
-            // Both mean something inside the quotes of some shells.
+            // Some login shells interpret both characters inside quotes.
             assert!(!script.contains(['\'', '!']), "{script}");
             let checked = std::process::Command::new("sh")
                 .args(["-n", "-c", script])

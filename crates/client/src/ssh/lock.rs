@@ -1,4 +1,4 @@
-//! The directory for our sockets, and who may set them up.
+//! Private socket directory and its lock.
 
 use std::fs::{File, TryLockError};
 use std::os::unix::fs::MetadataExt as _;
@@ -9,13 +9,14 @@ use exec_server_transport::private_file::{make_directory, open_lock};
 
 use super::SshError;
 
-/// The longest path of a socket that every kernel takes, what ssh adds while it makes one included.
+/// Maximum length of a socket path that every kernel accepts (104 bytes), minus the suffix that ssh
+/// appends while it creates a socket.
 const MAX_SOCKET_PATH: usize = 104 - 18;
 
-/// The longest name that we give a socket there.
+/// Maximum length of a socket file name in this directory.
 const NAME_BYTES: usize = 16 + 1 + 8 + 5;
 
-/// Makes a directory for sockets, or sees that nobody else can use the one that is there.
+/// Creates the directory for sockets, or verifies that only this user can access an existing one.
 pub(super) fn private_directory(path: &Path) -> Result<(), SshError> {
     let refuse = |reason: String| SshError::Directory {
         path: path.to_owned(),
@@ -40,11 +41,11 @@ pub(super) fn private_directory(path: &Path) -> Result<(), SshError> {
     }
 }
 
-/// Waits until nobody else sets things up; the lock is released by dropping the file.
+/// Waits for the setup lock, which is released by dropping the file.
 ///
-/// Takes as long as the other one does, who may be sending an executable. Cancel safe.
+/// There is no time limit, because the holder of the lock may be uploading a binary. Cancel safe.
 pub(super) async fn hold(path: &Path) -> Result<File, SshError> {
-    /// Nobody waits here but those who come at the same moment as the first.
+    /// Polling interval. Only programs that connect at the same time as the first one wait here.
     const PERIOD: Duration = Duration::from_millis(20);
     let refuse = |reason: String| SshError::Directory {
         path: path.to_owned(),
@@ -68,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_that_others_could_use_is_refused() {
+    fn private_directory_rejects_shared_linked_relative_and_long_paths() {
         let home = tempfile::tempdir().unwrap();
         let own = home.path().join("own");
         private_directory(&own).unwrap();
@@ -85,7 +86,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_at_a_time() {
+    async fn hold_waits_until_the_lock_is_released() {
         let home = tempfile::tempdir().unwrap();
         let path = home.path().join("lock");
         let first = hold(&path).await.unwrap();

@@ -1,9 +1,10 @@
-//! Servers behind ssh: a daemon of the user there, reached through the system's ssh.
+//! Servers reached through ssh: a per-user daemon on the host, started by the system's ssh.
 //!
-//! Owns the ssh processes of this machine: one master per host that stays for a while, so that the
-//! next connection costs no handshake and no process. Through it the daemon's socket is forwarded
-//! to one here; where forwarding is not allowed, the same bytes go through the standard streams of
-//! a command. Knows nothing of sessions: whoever loses a link dials again.
+//! Manages the ssh processes on this machine. Each host has one ssh master that stays for a while,
+//! so that the next connection needs neither a handshake nor a process. The master forwards a local
+//! socket to the daemon's socket. Where forwarding is disabled, the same bytes pass through stdin
+//! and stdout of a remote command. Sessions are not handled here: after a lost link, the client
+//! dials again.
 //!
 //! ```text
 //! dial ── forwarded socket answers ───────────────────────────────────────────► link
@@ -43,52 +44,55 @@ pub use install::own_executable;
 pub use target::SshTarget;
 pub use url::{SshUrl, SshUrlError};
 
-/// How long a master that is still there may take to carry the first answer before another one
-/// takes its place: a network that has changed lets old connections hang.
+/// Time limit for the first response through an existing master. After that the master is replaced,
+/// because an old connection hangs after a network change.
 const WARM_PATIENCE: Duration = Duration::from_secs(5);
 
-/// How long after an answer the next one is as good as certain.
+/// After a response, the daemon is assumed to be available for this time.
 const FRESH: Duration = Duration::from_secs(30);
 
-/// Whoever is told what takes long, and what is not as it should be.
+/// Callback for notices: slow operations and problems.
 pub type NoticeFn = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// How to reach a machine by ssh.
+/// Options of an ssh connection.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct SshOptions {
-    /// Which machine.
+    /// The host.
     pub url: SshUrl,
-    /// The ssh to run.
+    /// The ssh executable to run.
     pub program: PathBuf,
-    /// Options for it, as after `-o`; they win over its configuration.
+    /// Options for ssh, in the form of `-o`. They override the ssh configuration.
     pub options: Vec<String>,
-    /// Whether it may ask for passwords and host keys on the terminal; after the first connection
-    /// it never does.
+    /// Whether ssh may prompt for passwords and host keys on the terminal. It never prompts after
+    /// the first connection.
     pub interactive: bool,
-    /// An exec-server that is there already: a path, or a name in `PATH`. Nothing is installed.
+    /// An existing exec-server on the host: a path, or a name in `PATH`. If set, nothing is
+    /// installed.
     pub remote_binary: Option<String>,
-    /// The executable to install there, unless it is there already.
+    /// Local binary to install on the host if it is not installed yet.
     pub local_binary: Option<PathBuf>,
-    /// The version of the executable, for its name there.
+    /// Version of the local binary, which becomes part of its file name on the host.
     pub version: String,
-    /// Where sockets of this machine are kept; made if missing, and refused if others could use it.
+    /// Local directory for sockets. It is created if missing, and rejected if other users can
+    /// access it.
     pub directory: PathBuf,
-    /// Keep the connection for the next ones, even those of other programs; the default.
+    /// Whether later connections, including those of other programs, reuse this connection. The
+    /// default is `true`.
     pub share: bool,
-    /// How long an unused connection is kept.
+    /// How long an unused ssh master is kept.
     pub keep: Duration,
-    /// How long ssh may take to connect.
+    /// Timeout of the ssh connection setup.
     pub connect_timeout: Duration,
-    /// How long the daemon there stays without anything to do; its own choice if absent.
+    /// Idle time after which the daemon exits; `None` for the daemon's default.
     pub daemon_idle: Option<Duration>,
-    /// Is told what takes long and what is not as it should be.
+    /// Receives notices about slow operations and problems.
     pub notice: Option<NoticeFn>,
 }
 
 impl SshOptions {
-    /// The defaults for a machine: the system's ssh, asking nothing and installing nothing, with
-    /// sockets in this directory.
+    /// Default options for a host: the system's ssh, without prompts or installation, and with
+    /// sockets in `directory`.
     pub fn new(url: SshUrl, directory: impl Into<PathBuf>) -> Self {
         Self {
             url,
@@ -119,13 +123,13 @@ impl fmt::Debug for SshOptions {
     }
 }
 
-/// A directory for sockets that every user can have; see [`SshOptions::directory`].
+/// Default directory for sockets, usable by every user; see [`SshOptions::directory`].
 pub fn default_directory() -> PathBuf {
     let uid = rustix::process::geteuid().as_raw();
     PathBuf::from(format!("/tmp/exec-server-ssh-{uid}"))
 }
 
-/// A machine that is reached by ssh; cheap to clone.
+/// Host that is reached through ssh; cheap to clone.
 ///
 /// ```no_run
 /// use exec_server_client::ssh::{SshHost, SshOptions};
@@ -147,30 +151,33 @@ pub struct SshHost {
 #[derive(Debug)]
 struct Inner {
     options: SshOptions,
-    /// The control socket of our master.
+    /// Control socket of our ssh master.
     control: PathBuf,
-    /// Held by whoever sets things up, in any program.
+    /// Lock file. The program that sets up the connection holds the lock.
     lock: PathBuf,
-    /// Leads to the daemon.
+    /// Local socket that is forwarded to the daemon.
     socket: PathBuf,
-    /// Where the daemon runs commands unless they say otherwise; as old as its last answer.
+    /// File with the daemon's default working directory. Its modification time is that of the last
+    /// response.
     remembered: PathBuf,
-    /// What to install; read when it is needed first.
+    /// Binary to install; read when it is first needed.
     binary: OnceCell<install::Binary>,
-    /// There has been a connection: nobody sits at a terminal waiting for the next one.
+    /// Whether a connection was opened. After that ssh must not prompt, because the user may no
+    /// longer be at the terminal.
     connected: AtomicBool,
 }
 
 impl SshHost {
-    /// Prepares to reach a machine; connects nowhere.
+    /// Creates a host; opens no connection.
     ///
     /// # Errors
     ///
-    /// When the directory for our sockets cannot be used, or what should be installed not be read.
+    /// When the directory for sockets cannot be used, or the binary to install cannot be read.
     pub fn new(options: SshOptions) -> Result<Self, SshError> {
         lock::private_directory(&options.directory)?;
-        // One master for all that ssh would treat alike, one socket for all that want the same
-        // executable there: a newer one must not be met by what an older one has set up.
+        // Hosts share a master if ssh would connect to them in the same way. They share a daemon
+        // socket only if they also want the same binary, so that a newer program does not use the
+        // daemon of an older one.
         let url = &options.url;
         let port = url.port().map(|port| port.to_string()).unwrap_or_default();
         let host = [url.destination(), port].into_iter();
@@ -196,12 +203,12 @@ impl SshHost {
         })
     }
 
-    /// Where it is.
+    /// URL of the host.
     pub fn url(&self) -> &SshUrl {
         &self.inner.options.url
     }
 
-    /// Opens a session there; a link that is lost is opened again, by another ssh if need be.
+    /// Opens a session on the host. A lost link is reopened, with a new ssh process if necessary.
     ///
     /// # Errors
     ///
@@ -213,18 +220,18 @@ impl SshHost {
         ExecServerClient::connect_with(self.clone(), options).await
     }
 
-    /// Opens a link to the daemon there, which is started and even installed if need be.
+    /// Opens a link to the daemon on the host. Installs and starts the daemon if necessary.
     ///
     /// # Errors
     ///
-    /// When the machine cannot be reached or used. The error says what ssh said.
+    /// When the host cannot be reached or used. The error contains the message of ssh.
     pub async fn dial(&self) -> Result<Link, SshError> {
         let dialled = self.dial_or_say(&[], true).await;
         dialled.map(|(link, _)| link)
     }
 
-    /// As [`SshHost::dial`]; where everything is set up already, the messages leave with the request
-    /// for the link. Whether they did.
+    /// Opens a link like [`SshHost::dial`]. If the forwarding already works, `first` is sent
+    /// together with the request for the link. Returns the link and whether `first` was sent.
     async fn dial_or_say(
         &self,
         first: &[Vec<u8>],
@@ -236,8 +243,9 @@ impl SshHost {
                 Err(unready) => {
                     let heard = match unready {
                         Unready::Cold => false,
-                        // A daemon answers before it does anything else, so it has heard nothing,
-                        // unless the way back is gone.
+                        // The daemon responds before it processes a message. Without a response it
+                        // processed none, unless the response was lost because the master has
+                        // exited.
                         Unready::Lost => !self.has_master().await,
                         Unready::Hung { heard } => heard,
                     };
@@ -248,7 +256,7 @@ impl SshHost {
                     (self.dial_shared().await?, false)
                 }
             },
-            // One ssh for this link alone.
+            // A separate ssh process for this link.
             false => (self.stdio().await?, false),
         };
         self.inner.connected.store(true, Ordering::Relaxed);
@@ -257,7 +265,7 @@ impl SshHost {
 
     async fn dial_shared(&self) -> Result<Link, SshError> {
         let _lock = lock::hold(&self.inner.lock).await?;
-        // Whoever held the lock may have done it all.
+        // Another program that held the lock may have set up everything.
         match self.warm(&[]).await {
             Ok(link) => return Ok(link),
             Err(Unready::Cold | Unready::Lost) => {}
@@ -270,13 +278,13 @@ impl SshHost {
         {
             return Ok(link);
         }
-        // This sshd forwards no sockets.
+        // This sshd does not forward sockets.
         let _ = std::fs::remove_file(&self.inner.socket);
         self.stdio().await
     }
 
-    /// The link through what is set up already; the daemon behind it is of our own build, and takes
-    /// messages behind the request.
+    /// Opens a link through the existing forwarding. The daemon has the same build as this program,
+    /// so it accepts messages directly after the request.
     async fn warm(&self, first: &[Vec<u8>]) -> Result<Link, Unready> {
         let Ok(stream) = UnixStream::connect(&self.inner.socket).await else {
             return Err(Unready::Cold);
@@ -298,17 +306,18 @@ impl SshHost {
         }
     }
 
-    /// The directory of commands that do not say where, if there was an answer a moment ago: it is
-    /// that of the daemon, and stays as long as it.
+    /// Default working directory of the daemon, if the daemon responded recently. It does not
+    /// change while the daemon runs.
     pub(crate) fn remembered(&self) -> Option<PathUri> {
         let (text, age) = self.last_answer()?;
         let fresh = age <= FRESH && self.inner.options.share;
         fresh.then(|| PathUri::parse(&text).ok()).flatten()
     }
 
-    /// The directory that was told last, and how long ago.
+    /// The last stored working directory, and its age.
     fn last_answer(&self) -> Option<(String, Duration)> {
-        /// No directory has a longer name, however it is written.
+        /// 16 KiB: more than the longest possible path (`PATH_MAX`, 4 KiB), even if
+        /// percent-encoded.
         const MAX_BYTES: u64 = 16 * 1024;
         let file = std::fs::File::open(&self.inner.remembered).ok()?;
         let age = file.metadata().ok()?.modified().ok()?.elapsed().ok()?;
@@ -317,17 +326,18 @@ impl SshHost {
         Some((text, age))
     }
 
-    /// There was an answer.
+    /// Stores the daemon's working directory after a response.
     pub(crate) async fn remember(&self, client: &ExecServerClient) {
         let info = client.environment_info().await.ok();
         let Some(cwd) = info.and_then(|info| info.cwd.as_ref()) else {
             return;
         };
         let cwd = cwd.to_string();
-        // Writing takes longer than all else here, so it is not done for every command.
+        // Writing the file takes longer than the rest of this function, so it is not repeated for
+        // each command.
         match self.last_answer() {
             Some((text, age)) if text == cwd && age < FRESH / 4 => {}
-            // Only helps the next one: it does without if it has to.
+            // The file only speeds up the next connection, so a failure is ignored.
             _ => drop(std::fs::write(&self.inner.remembered, cwd)),
         }
     }
@@ -373,26 +383,27 @@ impl Dial for SshHost {
     }
 }
 
-/// Why what is set up already does not do.
+/// Reason why the existing forwarding cannot be used.
 enum Unready {
-    /// Nothing is there.
+    /// There is no forwarding.
     Cold,
-    /// What it leads to is gone, or has gone.
+    /// The daemon or the ssh connection has ended.
     Lost,
-    /// Something was there and carried nothing; whether it may have passed on what was said.
+    /// A master exists but does not respond. `heard`: it may have delivered the first messages.
     Hung { heard: bool },
 }
 
-/// Ends the master behind a socket, which carries nothing any more: whether it may have passed on what
-/// was written to it. What it had not taken is gone with it, and shows as a reset.
+/// Kills the ssh master behind a socket whose connection no longer works. Returns whether the
+/// master may have forwarded data that was written to it. Data that it did not read is discarded,
+/// which causes a connection reset.
 async fn end_by_force(socket: &OwnedFd) -> bool {
-    /// How long a process may take to be gone.
+    /// Time limit for the exit of the process.
     const PATIENCE: Duration = Duration::from_secs(1);
     #[cfg(target_os = "linux")]
     {
         use rustix::net::{RecvFlags, recv, sockopt};
         use rustix::process::{Signal, kill_process};
-        // Of whoever listens; while nothing has come, it is there.
+        // Credentials of the listening process. It is alive as long as the socket reports no event.
         let Ok(peer) = sockopt::socket_peercred(socket) else {
             return true;
         };
@@ -404,7 +415,8 @@ async fn end_by_force(socket: &OwnedFd) -> bool {
                 Err(rustix::io::Errno::AGAIN) => {
                     if !killed {
                         killed = true;
-                        // Another program may have been faster, which shows here as well.
+                        // The result is ignored: if another program has killed it, the loop sees
+                        // the reset as well.
                         let _ = kill_process(peer.pid, Signal::KILL);
                     }
                     tokio::time::sleep(Duration::from_millis(5)).await;
@@ -418,7 +430,7 @@ async fn end_by_force(socket: &OwnedFd) -> bool {
     true
 }
 
-/// A name for things that belong together.
+/// Hash of strings, used as a file name for resources that are shared.
 fn digest(parts: impl IntoIterator<Item = String>) -> String {
     let mut hash = Sha256::new();
     for part in parts {
@@ -441,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_alike_is_shared() {
+    fn sockets_are_shared_only_between_equal_options() {
         let directory = tempfile::tempdir().unwrap();
         let directory = directory.path().join("sockets");
         let plain = host(&directory, |_| {});
@@ -471,7 +483,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_missing_ssh_is_named() {
+    async fn dial_with_missing_ssh_names_the_program() {
         let directory = tempfile::tempdir().unwrap();
         let host = host(&directory.path().join("s"), |options| {
             options.program = "/nowhere/ssh".into();

@@ -1,4 +1,4 @@
-//! A machine behind ssh, as a way to reach an environment.
+//! `ssh://` as a `Connect` implementation.
 
 use exec_server_protocol::PathUri;
 use exec_server_protocol::process::StartParams;
@@ -10,20 +10,20 @@ use crate::error::Reply;
 use crate::map::PathMap;
 use crate::options::ExecServerClientConnectOptions;
 
-/// A machine behind ssh.
+/// Connection target that is reached through ssh.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct SshTarget {
-    /// How to get there.
+    /// How to reach the host.
     pub ssh: SshOptions,
-    /// A directory here and the one there that stands for it, if paths are to be translated.
+    /// Path mapping between a local and a remote directory, if paths are to be translated.
     pub map: Option<PathMap>,
-    /// What to ask for once connected.
+    /// Connection options for the handshake.
     pub options: ExecServerClientConnectOptions,
 }
 
 impl SshTarget {
-    /// A target that this leads to.
+    /// Creates a target without a path mapping.
     pub fn new(ssh: SshOptions) -> Self {
         Self {
             ssh,
@@ -63,7 +63,7 @@ impl Connect for SshTarget {
     }
 
     fn start(&self) -> Start {
-        // It may ask for a password, or install something.
+        // Connecting may prompt for a password or install a binary.
         Start::OnUse
     }
 

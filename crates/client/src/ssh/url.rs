@@ -6,10 +6,10 @@ use std::str::FromStr;
 
 use exec_server_protocol::PathUri;
 
-/// `ssh://[USER@]HOST[:PORT][/PATH]`.
+/// Parsed `ssh://[USER@]HOST[:PORT][/PATH]` URL.
 ///
-/// The host may be any name that the system's ssh knows, aliases of its configuration included. The
-/// path is where commands run unless they say otherwise.
+/// The host may be any name that the system's ssh accepts, including aliases of its configuration.
+/// The path is the default working directory of commands.
 ///
 /// ```
 /// use exec_server_client::ssh::SshUrl;
@@ -27,39 +27,39 @@ pub struct SshUrl {
     path: Option<PathBuf>,
 }
 
-/// A text that is no `ssh://` URL.
+/// Error of a text that is not a valid `ssh://` URL.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{url}` is no ssh://[USER@]HOST[:PORT][/PATH]: {reason}")]
 #[non_exhaustive]
 pub struct SshUrlError {
-    /// As given.
+    /// The text as given.
     pub url: String,
-    /// What is wrong with it.
+    /// What is wrong with the text.
     pub reason: &'static str,
 }
 
 impl SshUrl {
-    /// As whom, if not as the one that ssh chooses.
+    /// User name; `None` if ssh chooses it.
     pub fn user(&self) -> Option<&str> {
         self.user.as_deref()
     }
 
-    /// Where, without the brackets of an address.
+    /// Host name or address, without brackets.
     pub fn host(&self) -> &str {
         &self.host
     }
 
-    /// Which port, if not the one that ssh chooses.
+    /// Port; `None` if ssh chooses it.
     pub fn port(&self) -> Option<u16> {
         self.port
     }
 
-    /// Where to work, if that is said; always absolute.
+    /// Default working directory, if given; always absolute.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
 
-    /// What ssh calls a destination.
+    /// The destination argument of ssh.
     pub(super) fn destination(&self) -> String {
         match &self.user {
             Some(user) => format!("{user}@{}", self.host),
@@ -119,8 +119,8 @@ fn parse(text: &str) -> Result<SshUrl, &'static str> {
         return Err("a password has no place in it");
     }
     for name in [user, Some(host)].into_iter().flatten() {
-        // What begins with a dash would be an option of ssh; the rest could mean something to it,
-        // or to the shell that runs a ProxyCommand.
+        // ssh would parse a leading dash as an option. Other characters may have a meaning for ssh,
+        // or for the shell that runs a ProxyCommand.
         let safe = |c: char| c.is_alphanumeric() || "._-+:%\\@".contains(c);
         if name.is_empty() || name.starts_with('-') || !name.chars().all(safe) {
             return Err("user and host are names");
@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls_are_taken_apart_and_put_together() {
+    fn ssh_url_parses_and_formats_all_parts() {
         for (text, user, host, port, path) in [
             ("ssh://h", None, "h", None, None),
             ("ssh://u@h:22", Some("u"), "h", Some(22), None),
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ssh_could_misunderstand_is_refused() {
+    fn ssh_url_rejects_text_that_ssh_could_misinterpret() {
         for text in [
             "h",
             "ws://h",
