@@ -5,7 +5,7 @@
 //! cargo run -p exec-server-client --example files -- local src /tmp/src /tmp/back
 //! ```
 //!
-//! The first argument is where the server is, or `local` for this machine without one.
+//! The first argument is the URL of the server, or `local` for this machine without a server.
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -45,7 +45,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let sent = upload(&source, files.clone(), &remote, options.clone()).await?;
     complain(&sent);
 
-    // A stream that goes on after what is there.
+    // Append to the file through a write stream.
     let note = child(&remote, "NOTE")?;
     files
         .write_file(&note, "copied\n".into(), Default::default())

@@ -1,13 +1,13 @@
-//! Runs a command on an execution server and passes its output and exit code on.
+//! Runs a command on an execution server and forwards its output and exit code.
 //!
 //! ```text
 //! cargo run -p exec-server-client --example run -- ws://127.0.0.1:4600 ls -l /
 //! cargo run -p exec-server-client --example run -- stdio:'ssh host exec-server --listen stdio' uname
 //! ```
 //!
-//! The first argument is where the server is: `ws://HOST:PORT`, `unix:///PATH`, or `stdio:` and a
-//! command that speaks the protocol on its standard input and output. With `-i` before it, standard
-//! input is passed on too. With `--pull`, output is read rather than pushed.
+//! The first argument is the address of the server: `ws://HOST:PORT`, `unix:///PATH`, or `stdio:`
+//! and a command that speaks the protocol on its stdin and stdout. Options before the address: `-i`
+//! also forwards stdin, `--pull` reads output instead of receiving notifications.
 
 use std::error::Error;
 use std::io::{Read as _, Write as _};

@@ -101,7 +101,7 @@ pub trait Connect: Send + Sync + fmt::Debug {
 /// A session and the result of the process start that was requested in it.
 pub type StartedThere = (ExecServerClient, Result<StartedProcess, ExecServerError>);
 
-/// When an environment connects.
+/// Time at which an environment connects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
     /// When it is added, so that the first use does not wait for the connection.
@@ -110,7 +110,7 @@ pub enum Start {
     OnUse,
 }
 
-/// Why an address cannot be used.
+/// Reason why a URL cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AddressError {

@@ -3,8 +3,8 @@
 //! Keeps the first report. A repeated report has no effect; a contradicting one is rejected.
 //!
 //! ```text
-//!   Pending ──ready──► Ready      (failed: refused)
-//!      └─────failed──► Failed     (ready: refused; the first reason stays)
+//!   Pending ──ready──► Ready      (failed: rejected)
+//!      └─────failed──► Failed     (ready: rejected; the first reason is kept)
 //! ```
 
 use std::sync::Arc;

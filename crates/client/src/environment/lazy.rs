@@ -4,7 +4,7 @@
 //! session is used for.
 //!
 //! ```text
-//!   Idle ──begin──► Connecting ──► Connected ──lost for good──┐
+//!   Idle ──begin──► Connecting ──► Connected ──link is lost───┐
 //!                     ▲     └────► Failed ──next use──┐       │
 //!                     └───────────────────────────────┴───────┘
 //! ```

@@ -20,7 +20,7 @@ pub const MAX_SELECTED_CAPABILITY_ROOTS: usize = 256;
 ///
 /// let text = r#"{"id":"plugin@1","location":{"type":"environment","environmentId":"worker","path":"/opt/p"}}"#;
 /// let root: SelectedCapabilityRoot = serde_json::from_str(text)?;
-/// // Native paths are understood; URIs are kept.
+/// // Native paths are accepted and converted to URIs.
 /// assert!(serde_json::to_string(&root)?.contains(r#""path":"file:///opt/p""#));
 /// # Ok::<_, serde_json::Error>(())
 /// ```

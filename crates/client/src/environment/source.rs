@@ -59,7 +59,7 @@ pub struct EnvironmentList {
 }
 
 impl EnvironmentList {
-    /// This machine alone.
+    /// Definitions with only this machine.
     pub fn local() -> Self {
         Self {
             default: Some(LOCAL.to_owned()),
@@ -147,15 +147,15 @@ pub enum EnvironmentSourceError {
 
 /// Environment definitions from variables, and from the file that the variables select.
 ///
-/// | first that holds | environments |
+/// | first condition that is true | environments |
 /// |---|---|
-/// | `EXEC_SERVER_NOISE_REGISTRY_URL`, `…_NOISE_ENVIRONMENT_ID` and `…_NOISE_AUTH_TOKEN` are set | `remote` alone, through that registry |
-/// | `EXEC_SERVER_URL` is `none` | none at all |
-/// | `EXEC_SERVER_URL` is a URL | `remote`, which is the default, and those of the file if there is one |
+/// | `EXEC_SERVER_NOISE_REGISTRY_URL`, `…_NOISE_ENVIRONMENT_ID` and `…_NOISE_AUTH_TOKEN` are set | only `remote`, through that registry |
+/// | `EXEC_SERVER_URL` is `none` | none |
+/// | `EXEC_SERVER_URL` is a URL | `remote`, which is the default, and those of the file if it exists |
 /// | `environments.toml` exists | those of the file |
-/// | `CODEX_EXEC_SERVER_URL` is `none` | none at all |
-/// | `CODEX_EXEC_SERVER_URL` is a URL | `remote` alone |
-/// | nothing | this machine alone |
+/// | `CODEX_EXEC_SERVER_URL` is `none` | none |
+/// | `CODEX_EXEC_SERVER_URL` is a URL | only `remote` |
+/// | otherwise | only this machine |
 ///
 /// The file is in `EXEC_SERVER_HOME` if that is set. Otherwise it is in the directory `exec-server`
 /// below `XDG_CONFIG_HOME` or `~/.config`; if it does not exist there, in `CODEX_HOME`. The token

@@ -78,7 +78,7 @@ pub enum Captured {
 /// let work = manager.attach(ids.iter().map(String::as_str));
 /// let step = work.step();
 /// if let Some(Captured::Ready(worker)) = step.get("worker") {
-///     // Even if `manager.add("worker", …)` comes now, this step goes on with what it has.
+///     // Even if `manager.add("worker", …)` comes now, this step keeps its handle.
 ///     println!("{:?}", worker.info().await);
 /// }
 /// # }

@@ -14,7 +14,7 @@
 //! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
 //! let auth = RegistryAuth::BearerFile("/home/me/token".into());
 //! let mut args = RegistryConnectArgs::new("https://meet.example", "build-7", auth, "example");
-//! // Without this, whatever key the registry names is believed.
+//! // Without this line, any key that the registry reports is accepted.
 //! args.trust = Trust::FirstUse(KnownEnvironments::new("/home/me/known_environments"));
 //! let client = ExecServerClient::connect_registry(args).await?;
 //! # Ok(())

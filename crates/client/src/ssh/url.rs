@@ -1,4 +1,4 @@
-//! `ssh://` URLs.
+//! `ssh://` URL parser.
 
 use std::fmt;
 use std::path::{Path, PathBuf};

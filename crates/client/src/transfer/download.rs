@@ -1,7 +1,7 @@
-//! From another machine to this one.
+//! Copy files and trees from a remote machine to this one.
 //!
-//! The other machine is not trusted with paths of this one: every name that it lists must be one
-//! name, directories must be directories and not links to some, and links are made last.
+//! Names from the remote machine are not trusted: each listed name must be a single file name, a
+//! directory must not be a symbolic link, and links are created last.
 
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -26,14 +26,15 @@ use crate::fs::{
     ReadStream, child, is_plain_name,
 };
 
-/// Copies a file or, if told so, a directory of another machine to a path of this one.
+/// Copies a file of a remote machine to a local path. With [`TransferOptions::recursive`] it also
+/// copies a directory.
 ///
-/// `to` is the path of the copy itself, not of a directory to put it into. An existing directory
-/// is merged into.
+/// `to` is the path of the copy itself, not its parent directory. The content of a directory is
+/// merged into an existing directory.
 ///
 /// # Errors
 ///
-/// When nothing can be copied at all; what fails on the way is part of the report.
+/// When nothing can be copied at all. A failure of a single file is part of the report.
 pub async fn download(
     files: Arc<dyn ExecutorFileSystem>,
     from: &PathUri,
@@ -51,7 +52,7 @@ pub async fn download(
     } else if found.is_file {
         work.expect(1, found.size);
         let path = to.to_owned();
-        // What a link leads to is replaced, not the link.
+        // If the target is a symbolic link, replace the file that it refers to, not the link.
         let target = blocking(move || std::fs::canonicalize(&path).unwrap_or(path))
             .await
             .ok_or_else(|| interrupted(to))?;
@@ -63,7 +64,7 @@ pub async fn download(
     Ok(work.report())
 }
 
-/// Something to fetch.
+/// File or directory to fetch.
 #[derive(Debug, Clone)]
 struct Item {
     from: PathUri,
@@ -71,13 +72,13 @@ struct Item {
     found: Metadata,
 }
 
-/// What there is to do.
+/// Work list of a download.
 #[derive(Debug, Default)]
 struct Plan {
     files: Vec<Item>,
-    /// Where, and what it says.
+    /// Path and target of each symbolic link.
     links: Vec<(PathBuf, String)>,
-    /// Parents before children.
+    /// Parents come before their children.
     directories: Vec<Item>,
 }
 
@@ -140,16 +141,16 @@ async fn fetch_tree(
     Ok(())
 }
 
-/// What a listing leaves to be done.
+/// Next step for a scanned path.
 #[derive(Debug)]
 enum Look {
-    /// Find out what it is.
+    /// Request its metadata to find its type.
     At { from: PathUri, to: PathBuf },
-    /// List it.
+    /// List the directory.
     Directory(Item),
 }
 
-/// Finds out what there is, directory by directory.
+/// Scan of one directory of the remote tree.
 struct Scan {
     work: Arc<Work>,
     plan: Arc<Mutex<Plan>>,
@@ -189,7 +190,8 @@ impl Scan {
         self.plan.lock().directories.push(directory);
     }
 
-    /// Notes what is to be done about entries; `names` are those that the directory had before.
+    /// Schedules the entries of a directory. `names` contains the names that were already listed,
+    /// so that duplicates are rejected.
     fn entries(
         &self,
         directory: &Item,
@@ -248,7 +250,7 @@ impl Scan {
     }
 }
 
-/// The name of an entry, byte for byte; nothing if it is not a name in this directory.
+/// Exact bytes of an entry's name; `None` if the entry is not a direct child of the directory.
 fn exact_name(directory: &PathUri, entry: &DirectoryEntry) -> Option<OsString> {
     let name = match &entry.path {
         None => OsString::from(&entry.file_name),
@@ -278,7 +280,7 @@ async fn fetch(work: &Arc<Work>, plan: Plan) {
         }
     })
     .await;
-    // Links last: nothing is ever written through one that this transfer made.
+    // Links are created last, so that no file is written through a link of this transfer.
     each(plan.links, parallel, |(path, target)| {
         let work = Arc::clone(work);
         async move {
@@ -292,7 +294,8 @@ async fn fetch(work: &Arc<Work>, plan: Plan) {
     if work.options.archive {
         let directories = plan.directories;
         let marking = Arc::clone(work);
-        // Deepest first, since a mode may close a directory; last, since writing moves times.
+        // Modes are set last and from the deepest directory up: a mode may deny access to the
+        // content, and writing into a directory changes its time.
         let mark = move || {
             for item in directories.iter().rev() {
                 let Metadata {
@@ -310,16 +313,16 @@ async fn fetch(work: &Arc<Work>, plan: Plan) {
 }
 
 fn make_link(path: &Path, target: &str) -> Result<(), TransferError> {
-    // The other side cannot say bytes that are no text, and puts this in their place.
+    // The server replaces bytes that are not UTF-8 by this character, so the original text is lost.
     if target.contains(char::REPLACEMENT_CHARACTER) {
         return Err(TransferError::LinkText(path.display().to_string()));
     }
     here::make_link(path, target).map_err(local(path))
 }
 
-/// Many requests at a time, and one thread that writes what they bring.
+/// Fetches small files with many concurrent requests; one thread writes them.
 async fn fetch_small(work: &Arc<Work>, items: Vec<Item>) {
-    /// Files that wait to be written.
+    /// Number of fetched files that wait to be written.
     const WRITE_BEHIND: usize = 8;
     let (sender, mut receiver) = mpsc::channel::<(Item, Bytes)>(WRITE_BEHIND);
     let writer = Arc::clone(work);
@@ -401,8 +404,8 @@ async fn open(work: &Work, from: &PathUri, offset: u64) -> Result<FileReader, Tr
     reader.map_err(remote(from))
 }
 
-/// Fetches a file beside its target, going on where an earlier transfer stopped, and puts it in
-/// place when it is whole.
+/// Fetches a large file into a part file, resumes an earlier transfer, and renames the complete
+/// file to its target.
 async fn fetch_large(
     work: &Arc<Work>,
     from: &PathUri,
@@ -429,7 +432,7 @@ async fn fetch_large(
         let sent = work.files.hash(from, Hash::default()).await;
         let sent = sent.map_err(remote(from))?;
         if sent.length != length || sent.sha256 != hex(hash.finalize()) {
-            // Whatever it is, it is no beginning to go on from.
+            // The part file does not match the source, so a later transfer must not resume it.
             let _ = blocking(move || std::fs::remove_file(part)).await;
             return Err(TransferError::Differs(to.display().to_string()));
         }
@@ -446,7 +449,7 @@ async fn fetch_large(
     Ok(length)
 }
 
-/// How much of a file has arrived before, and the hash of that much.
+/// Length and hash of the part file if it matches the beginning of the source; otherwise zero.
 async fn resume_at(
     work: &Work,
     from: &PathUri,
@@ -483,13 +486,13 @@ async fn resume_at(
     }
 }
 
-/// What fetched bytes are written to.
+/// Destination of fetched bytes.
 enum Target {
     Part(PathBuf, Marks),
     InPlace,
 }
 
-/// Writes a stream to a local file, from an offset on.
+/// Writes a remote stream to a local file, from `offset`.
 async fn pump(
     work: &Work,
     mut reader: FileReader,
@@ -499,7 +502,7 @@ async fn pump(
     offset: u64,
     hash: Option<Sha256>,
 ) -> Result<(Option<Sha256>, u64), TransferError> {
-    /// Pieces that wait to be written.
+    /// Number of chunks that wait to be written.
     const WRITE_BEHIND: usize = 2;
     let (sender, mut receiver) = mpsc::channel::<Bytes>(WRITE_BEHIND);
     let path = to.to_owned();
@@ -516,7 +519,7 @@ async fn pump(
             Ok(Some(chunk)) => {
                 let length = chunk.len() as u64;
                 if sender.send(chunk).await.is_err() {
-                    // The writer has failed, and says why below.
+                    // The writer has failed; its error is returned below.
                     break Ok(());
                 }
                 work.moved(to, length);

@@ -1,6 +1,6 @@
-//! The side of a transfer that is this machine: scanning, reading, writing and hashing.
+//! Local disk side of a transfer: scan, read, write, hash.
 //!
-//! Everything here blocks and belongs on a blocking thread.
+//! All functions block and must run on a blocking thread.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
@@ -15,13 +15,13 @@ use tokio::sync::mpsc;
 
 use super::{TransferError, local};
 
-/// Bytes that are read at a time: what one block of a stream holds.
+/// 1 MiB per read: the size of one block of a stream.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// Something in a local tree.
+/// Entry of a local tree.
 #[derive(Debug, Clone)]
 pub(super) struct Entry {
-    /// Below the root; empty for the root itself.
+    /// Path relative to the root; empty for the root itself.
     pub(super) relative: PathBuf,
     pub(super) kind: Kind,
     pub(super) mode: u32,
@@ -36,7 +36,7 @@ pub(super) enum Kind {
     Special,
 }
 
-/// What is at a path; links are followed for the root only.
+/// Metadata of the root of a transfer. Only for the root a symbolic link is followed.
 pub(super) fn root(path: &Path) -> Result<Entry, TransferError> {
     let metadata = fs::metadata(path).map_err(local(path))?;
     Ok(entry(PathBuf::new(), &metadata))
@@ -59,7 +59,7 @@ fn entry(relative: PathBuf, metadata: &fs::Metadata) -> Entry {
     }
 }
 
-/// Everything below a directory, parents before children, and what could not be looked at.
+/// All entries below a directory, parents first, and the errors of unreadable ones.
 pub(super) fn scan(root: &Path) -> (Vec<Entry>, Vec<TransferError>) {
     let (mut found, mut failures) = (Vec::new(), Vec::new());
     let mut directories = vec![PathBuf::new()];
@@ -97,7 +97,7 @@ pub(super) fn scan(root: &Path) -> (Vec<Entry>, Vec<TransferError>) {
     (found, failures)
 }
 
-/// A whole file, unless it is larger than `limit` by now.
+/// Reads a whole file; `None` if it has grown beyond `limit`.
 pub(super) fn read_small(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
     let file = File::open(path)?;
     let size = file.metadata()?.len();
@@ -109,8 +109,7 @@ pub(super) fn read_small(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>>
     Ok((data.len() as u64 <= limit).then_some(data))
 }
 
-/// The hash of a file's first bytes, ready to go on with those that follow; nothing if there are
-/// fewer.
+/// Hash state after the first `length` bytes of a file; `None` if the file is shorter.
 pub(super) fn hash_prefix(path: &Path, length: u64) -> io::Result<Option<Sha256>> {
     let mut hash = Sha256::new();
     let mut file = File::open(path)?.take(length);
@@ -129,10 +128,10 @@ pub(super) fn hash_prefix(path: &Path, length: u64) -> io::Result<Option<Sha256>
     }
 }
 
-/// Reads a file from an offset on, piece by piece into a channel; what the whole of it hashes to,
-/// and how long it is.
+/// Sends the content of a file from `offset` to a channel. Returns the hash state and the total
+/// length.
 ///
-/// Ends early, without an error, when nobody takes the pieces.
+/// Stops early without an error when the receiver is closed.
 pub(super) fn read_pieces(
     path: &Path,
     offset: u64,
@@ -157,12 +156,12 @@ pub(super) fn read_pieces(
     }
 }
 
-/// Modes and times that a file gets.
+/// Mode and modification time for a file.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Marks {
-    /// Exactly these bits.
+    /// Permission bits to set exactly.
     pub(super) mode: Option<u32>,
-    /// Executable for those whom the umask lets, if it is new.
+    /// Whether a new file is created executable, subject to the umask.
     pub(super) executable: bool,
     pub(super) modified_at_ms: Option<i64>,
 }
@@ -172,7 +171,7 @@ impl Marks {
         if self.executable { 0o777 } else { 0o666 }
     }
 
-    /// Marks a file that is about to replace `target`.
+    /// Applies mode and time to a file that will replace `target`.
     fn apply(self, file: &File, target: &Path) -> io::Result<()> {
         let kept = || {
             fs::symlink_metadata(target)
@@ -190,7 +189,7 @@ impl Marks {
     }
 }
 
-/// Creates or replaces a file at once; a link in its place is replaced, not followed.
+/// Creates or replaces a file atomically. If the target is a symbolic link, the link is replaced.
 pub(super) fn write_small(target: &Path, data: &[u8], marks: Marks) -> io::Result<()> {
     let name = format!(".exec-server-{}.tmp", uuid::Uuid::new_v4().simple());
     let temporary = target.with_file_name(name);
@@ -207,21 +206,21 @@ pub(super) fn write_small(target: &Path, data: &[u8], marks: Marks) -> io::Resul
     write().inspect_err(|_| drop(fs::remove_file(&temporary)))
 }
 
-/// Opens what a large file is gathered in: from its beginning, or after `keep` bytes of it.
+/// Opens the part file of a large file: truncated, or positioned after the first `keep` bytes.
 pub(super) fn open_part(part: &Path, keep: u64, marks: Marks) -> io::Result<File> {
     let mut file = OpenOptions::new()
         .write(true)
         .create(true)
         .truncate(keep == 0)
         .mode(marks.creation_mode())
-        // Nobody who may write here can make us write elsewhere.
+        // Prevents a write to another file through a symbolic link that another user created.
         .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
         .open(part)?;
     file.seek(SeekFrom::Start(keep))?;
     Ok(file)
 }
 
-/// Writes pieces as they come; what the whole of it hashes to, and how long it is.
+/// Writes chunks from a channel. Returns the hash state and the total length.
 pub(super) fn write_pieces(
     mut file: &File,
     offset: u64,
@@ -239,13 +238,13 @@ pub(super) fn write_pieces(
     Ok((hash, length))
 }
 
-/// Puts a gathered file in place.
+/// Renames a complete part file to its target.
 pub(super) fn finish_part(file: &File, part: &Path, target: &Path, marks: Marks) -> io::Result<()> {
     marks.apply(file, target)?;
     fs::rename(part, target)
 }
 
-/// The length of a part that an earlier transfer left, 0 if there is none.
+/// Length of the part file of an earlier transfer, 0 if it does not exist.
 pub(super) fn part_length(part: &Path) -> io::Result<u64> {
     match fs::symlink_metadata(part) {
         Ok(found) if found.is_file() => Ok(found.len()),
@@ -258,7 +257,7 @@ pub(super) fn part_length(part: &Path) -> io::Result<u64> {
     }
 }
 
-/// Makes a directory; an existing one will do, a link to one will not.
+/// Creates a directory. An existing directory is accepted, a symbolic link to one is not.
 pub(super) fn make_directory(path: &Path) -> io::Result<()> {
     match fs::create_dir(path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
@@ -271,7 +270,7 @@ pub(super) fn make_directory(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Makes a link, in place of a file or a link that is there.
+/// Creates a symbolic link; replaces an existing file or link.
 pub(super) fn make_link(path: &Path, target: &str) -> io::Result<()> {
     match std::os::unix::fs::symlink(target, path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
@@ -282,7 +281,7 @@ pub(super) fn make_link(path: &Path, target: &str) -> io::Result<()> {
     }
 }
 
-/// Gives a directory its mode and time.
+/// Sets the mode and modification time of a directory.
 pub(super) fn mark_directory(path: &Path, mode: Option<u32>, modified: i64) -> io::Result<()> {
     let directory = File::open(path)?;
     directory.set_modified(time(modified))?;
@@ -299,6 +298,6 @@ fn time(millis: i64) -> SystemTime {
     } else {
         UNIX_EPOCH.checked_add(distance)
     };
-    // What cannot be said here is not a time that a file can have.
+    // The time is outside of the range that the system supports.
     time.unwrap_or(UNIX_EPOCH)
 }

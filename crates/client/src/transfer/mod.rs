@@ -1,9 +1,9 @@
-//! Whole files and trees, between this machine and an [`ExecutorFileSystem`].
+//! Copying of files and trees between this machine and an [`ExecutorFileSystem`].
 //!
-//! Owns what goes in parallel, what is told of the progress, and what a failure means for the rest:
-//! nothing, it is listed and the rest goes on. Links are kept as links and never followed below the
-//! root. A large file is written beside its target and put in place when its SHA-256 is that of the
-//! source, so that a transfer that was cut off goes on where it stopped.
+//! Files are copied concurrently, with progress reports. A failed file is listed in the report and
+//! does not stop the others. Symbolic links are copied as links and never followed below the root.
+//! A large file is written to a part file and renamed after its SHA-256 matches the source, so that
+//! an interrupted transfer can resume.
 
 use exec_server_protocol::text::hex;
 
@@ -27,29 +27,29 @@ use crate::fs::{ExecutorFileSystem, Feature, Links};
 pub use download::download;
 pub use upload::upload;
 
-/// Files up to this size travel whole, many at a time; larger ones as streams.
+/// 1 MiB: files up to this size are sent in one request, many at a time. Larger files use streams.
 const SMALL_BYTES: u64 = 1 << 20;
 
-/// Large files at the same time; each has some blocks in flight.
+/// Number of concurrent large files. Each has several blocks in flight.
 const LARGE_IN_FLIGHT: usize = 2;
 
-/// What may be chosen about a transfer.
+/// Options of a transfer.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct TransferOptions {
-    /// Take directories, with everything below them.
+    /// Copy directories with their content.
     pub recursive: bool,
-    /// Keep modes and times of last change, to the millisecond. Otherwise files get the modes that
-    /// new files have there, or keep theirs; executable ones stay executable.
+    /// Preserve modes and modification times (to the millisecond). Otherwise a new file gets the
+    /// default mode, plus the executable bits of the source; an existing file keeps its mode.
     pub archive: bool,
-    /// Go on with what an earlier transfer left, if it is the beginning of the same file; the
-    /// default.
+    /// Resume an earlier transfer if its part file matches the beginning of the source. The default
+    /// is `true`.
     pub resume: bool,
-    /// The smallest file that can be resumed; 8 MiB by default.
+    /// Minimum size in bytes of a file that can be resumed; 8 MiB by default.
     pub resume_bytes: u64,
-    /// Requests in flight for small files; 32 by default.
+    /// Maximum number of concurrent requests for small files; 32 by default.
     pub parallel: usize,
-    /// Is told of every step; must not block.
+    /// Callback for progress. It must not block.
     pub progress: Option<ProgressFn>,
 }
 
@@ -82,85 +82,86 @@ impl fmt::Debug for TransferOptions {
     }
 }
 
-/// How far a transfer is.
+/// Progress of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Progress<'a> {
-    /// Files that are done, failed ones included.
+    /// Number of finished files, including failed ones.
     pub files: u64,
-    /// Files that there are.
+    /// Total number of files found so far.
     pub total_files: u64,
-    /// Bytes that are done, those that need not be sent included.
+    /// Number of finished bytes, including resumed ones.
     pub bytes: u64,
-    /// Bytes that there are.
+    /// Total number of bytes found so far.
     pub total_bytes: u64,
-    /// What moves, on this machine.
+    /// Local path of the current file.
     pub path: &'a Path,
 }
 
-/// What a transfer has done.
+/// Result of a transfer.
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct TransferReport {
-    /// Files that arrived.
+    /// Number of copied files.
     pub files: u64,
-    /// Directories that are there now.
+    /// Number of directories that were created or already existed.
     pub directories: u64,
-    /// Links that were made.
+    /// Number of created symbolic links.
     pub links: u64,
-    /// Bytes in these files.
+    /// Number of bytes in the copied files.
     pub bytes: u64,
-    /// Bytes of these that an earlier transfer had brought.
+    /// Number of these bytes that an earlier transfer had copied.
     pub resumed_bytes: u64,
-    /// What did not arrive, and why.
+    /// Errors of items that were not copied.
     pub failures: Vec<TransferError>,
 }
 
-/// Why something did not arrive.
+/// Error of an item that was not copied.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransferError {
-    /// This machine refused.
+    /// A local operation failed.
     #[error("`{}`", path.display())]
     Local {
-        /// Which path of this machine.
+        /// Local path.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the operating system.
         #[source]
         source: io::Error,
     },
-    /// The other machine refused.
+    /// A remote operation failed.
     #[error("remote `{}`", shown(path))]
     Remote {
-        /// Which path of the other machine.
+        /// Remote path.
         path: PathUri,
-        /// Why.
+        /// The error of the request.
         #[source]
         source: Box<ExecServerError>,
     },
-    /// A directory, where none was asked for or a file should go.
+    /// The item is a directory, but the transfer is not recursive, or the target of a file is a
+    /// directory.
     #[error("`{0}` is a directory")]
     IsDirectory(String),
-    /// A pipe, a socket or a device.
+    /// The item is a pipe, a socket or a device.
     #[error("`{0}` is neither a file, a directory nor a link")]
     Special(String),
-    /// A link whose text cannot be told over the wire.
+    /// The target of a symbolic link is not valid UTF-8, so the protocol cannot represent it.
     #[error("the target of the link `{0}` is no text")]
     LinkText(String),
-    /// The other machine lists a name that would lead out of the tree, or the same name twice.
+    /// The remote machine lists a name that leads out of the tree, or lists a name twice.
     #[error("the listing of `{directory}` has a name that cannot be: {name:?}")]
     Name {
-        /// Where it was listed.
+        /// The listed directory.
         directory: String,
         /// The name.
         name: String,
     },
-    /// What arrived is not what was sent.
+    /// The hash of the copy differs from the source.
     #[error("`{0}` did not arrive intact: it changed meanwhile, or somebody else wrote to it")]
     Differs(String),
 }
 
-/// A path as people write it.
+/// A path for display: native if possible, otherwise a URI.
 fn shown(path: &PathUri) -> String {
     match path.to_native() {
         Ok(path) => path.display().to_string(),
@@ -181,15 +182,15 @@ fn local(path: &Path) -> impl FnOnce(io::Error) -> TransferError {
     move |source| TransferError::Local { path, source }
 }
 
-/// One transfer under way.
+/// State of one running transfer.
 struct Work {
     files: Arc<dyn ExecutorFileSystem>,
     options: TransferOptions,
-    /// The other side can set and tell modes and times.
+    /// The remote machine supports modes and times.
     has_metadata: bool,
-    /// The other side can do what resuming needs.
+    /// The remote machine supports everything that resuming requires.
     can_resume: bool,
-    /// Never held across an await.
+    /// This lock is never held across an await.
     tally: Mutex<Tally>,
 }
 
@@ -229,19 +230,19 @@ impl Work {
         }))
     }
 
-    /// More is known of what there is to do.
+    /// Adds files and bytes to the totals.
     fn expect(&self, files: u64, bytes: u64) {
         let mut tally = self.tally.lock();
         tally.total_files += files;
         tally.total_bytes += bytes;
     }
 
-    /// Some bytes are done.
+    /// Adds copied bytes and reports progress.
     fn moved(&self, path: &Path, bytes: u64) {
         self.tell(path, |tally| tally.done_bytes += bytes);
     }
 
-    /// Bytes that need not be moved again.
+    /// Adds bytes of an earlier transfer and reports progress.
     fn resumed(&self, path: &Path, bytes: u64) {
         self.tell(path, |tally| {
             tally.done_bytes += bytes;
@@ -249,7 +250,7 @@ impl Work {
         });
     }
 
-    /// A file is done; its bytes have been told.
+    /// Records the result of a file. Its bytes were already added by `moved` or `resumed`.
     fn finished(&self, path: &Path, outcome: Result<u64, TransferError>) {
         self.tell(path, |tally| {
             tally.done_files += 1;
@@ -263,7 +264,7 @@ impl Work {
         });
     }
 
-    /// Something that is no file is done.
+    /// Records the result of a directory or link.
     fn count(&self, outcome: Result<(), TransferError>, count: impl FnOnce(&mut TransferReport)) {
         let mut tally = self.tally.lock();
         match outcome {
@@ -301,7 +302,7 @@ impl Work {
         self.options.parallel.max(1)
     }
 
-    /// Whether a file of this size is moved so that it can be resumed.
+    /// Whether a file of this size is copied in a resumable way.
     fn resumes(&self, size: u64) -> bool {
         self.can_resume && size >= self.options.resume_bytes.max(1)
     }
@@ -309,7 +310,7 @@ impl Work {
 
 /// Runs jobs, at most `limit` at a time, and waits for all of them.
 ///
-/// Dropped with its future, which ends the jobs.
+/// Dropping the future aborts the jobs.
 async fn each<J, F>(jobs: impl IntoIterator<Item = J>, limit: usize, run: impl Fn(J) -> F)
 where
     F: Future<Output = ()> + Send + 'static,
@@ -326,7 +327,7 @@ where
     }
 }
 
-/// Passes a panic on; whoever was aborted has nothing to say.
+/// Propagates a panic of a job. An aborted job is ignored.
 fn settle(joined: Option<Result<(), tokio::task::JoinError>>) {
     if let Some(Err(error)) = joined
         && error.is_panic()
@@ -335,17 +336,17 @@ fn settle(joined: Option<Result<(), tokio::task::JoinError>>) {
     }
 }
 
-/// Runs local file work where it may block.
+/// Runs a blocking file operation. `None` if the runtime shuts down before it runs.
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     match tokio::task::spawn_blocking(work).await {
         Ok(done) => Some(done),
         Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
-        // The runtime is shutting down.
+        // The operation was cancelled because the runtime is shutting down.
         Err(_) => None,
     }
 }
 
-/// What local work that did not run amounts to.
+/// Error for a local operation that was cancelled.
 fn interrupted(path: &Path) -> TransferError {
     TransferError::Local {
         path: path.to_owned(),
@@ -353,11 +354,11 @@ fn interrupted(path: &Path) -> TransferError {
     }
 }
 
-/// The name under which a file waits until all of it has arrived.
+/// Name of the part file that receives a file until it is complete.
 ///
-/// Always the same for the same target, so that it is found again after a cut.
+/// It depends only on the target's name, so that a later transfer finds it and resumes.
 fn part_name(name: &std::ffi::OsStr) -> std::ffi::OsString {
-    /// What filesystems take.
+    /// Maximum file name length of common file systems.
     const MAX_NAME_BYTES: usize = 255;
     const SUFFIX: &str = ".exec-server-part";
     let mut part = std::ffi::OsString::from(".");
@@ -370,12 +371,13 @@ fn part_name(name: &std::ffi::OsStr) -> std::ffi::OsString {
     part
 }
 
-/// The mode that an executable file has elsewhere, if it is one: nobody else may write it.
+/// Mode for the copy of an executable file: without write permission for group and others. `None`
+/// if the file is not executable.
 fn executable(mode: u32) -> Option<u32> {
     (mode & 0o111 != 0).then_some(mode & 0o755)
 }
 
-/// Below the root, no link is followed.
+/// Below the root, symbolic links are not followed.
 const IN_TREE: Links = Links::Refuse;
 
 #[cfg(test)]
@@ -383,7 +385,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_parts_fit_and_last() {
+    fn part_name_is_stable_and_fits_the_name_limit() {
         assert_eq!(part_name("a.iso".as_ref()), ".a.iso.exec-server-part");
         let long = "x".repeat(255);
         let part = part_name(long.as_ref());
@@ -393,7 +395,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn jobs_are_bounded_and_all_run() {
+    async fn each_limits_concurrency_and_runs_all_jobs() {
         use std::sync::atomic::{AtomicUsize, Ordering};
         static RUNNING: AtomicUsize = AtomicUsize::new(0);
         static DONE: AtomicUsize = AtomicUsize::new(0);

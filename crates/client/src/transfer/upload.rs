@@ -1,4 +1,4 @@
-//! From this machine to another.
+//! Copy files and trees from this machine to a remote one.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,10 +21,11 @@ use crate::fs::{
     SetMetadata, WriteMode, WriteOptions, WriteStream, uri,
 };
 
-/// Copies a file or, if told so, a directory of this machine to a path of another.
+/// Copies a local file to a path of a remote machine. With [`TransferOptions::recursive`] it also
+/// copies a directory.
 ///
-/// `to` is the path of the copy itself, not of a directory to put it into. An existing directory
-/// is merged into.
+/// `to` is the path of the copy itself, not its parent directory. The content of a directory is
+/// merged into an existing directory.
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -48,7 +49,7 @@ use crate::fs::{
 ///
 /// # Errors
 ///
-/// When nothing can be copied at all; what fails on the way is part of the report.
+/// When nothing can be copied at all. A failure of a single file is part of the report.
 pub async fn upload(
     from: &Path,
     files: Arc<dyn ExecutorFileSystem>,
@@ -84,7 +85,7 @@ async fn send_tree(
         .create_directory(to, CreateDirectory::default())
         .await
         .map_err(remote(to))?;
-    // Links may lead to the root, and none from there on.
+    // The path to the root may contain symbolic links. Below the canonical root none is followed.
     let base = files.canonicalize(to, None).await.map_err(remote(to))?;
     let base = base.to_native().map_err(crate::fs::bad_path);
     let base = base.map_err(remote(to))?;
@@ -133,10 +134,10 @@ async fn send_tree(
     Ok(())
 }
 
-/// What there is to do, in the order in which it is done.
+/// Work list of an upload, in the order of execution.
 #[derive(Default)]
 struct Plan {
-    /// By depth.
+    /// Grouped by depth.
     directories: Vec<Vec<Entry>>,
     small: Vec<(Entry, u64)>,
     large: Vec<(Entry, u64)>,
@@ -167,7 +168,8 @@ impl Tree {
             large,
             links,
         } = plan;
-        // All directories first, each level at once: then no file waits for another's answer.
+        // Create all directories first, the directories of one level concurrently. Then no file
+        // waits for the creation of its parent.
         self.work.count(Ok(()), |report| report.directories += 1);
         for level in directories.iter().skip(1) {
             each(level.iter().cloned(), parallel, |entry| {
@@ -180,13 +182,14 @@ impl Tree {
             self.clone().send_large(entry, size)
         })
         .await;
-        // Links last: nothing is ever written through one that this transfer made.
+        // Links are created last, so that no file is written through a link of this transfer.
         each(links, parallel, |(entry, target)| {
             self.clone().make_link(entry, target)
         })
         .await;
         if self.work.options.archive {
-            // Deepest first, since a mode may close a directory; last, since writing moves times.
+            // Modes are set last and from the deepest directory up: a mode may deny access to the
+            // content, and writing into a directory changes its time.
             for level in directories.into_iter().rev() {
                 each(level, parallel, |entry| self.clone().mark_directory(entry)).await;
             }
@@ -208,9 +211,9 @@ impl Tree {
         self.work.count(outcome, |report| report.directories += 1);
     }
 
-    /// One thread reads the files one after the other, as fast as the other side takes them.
+    /// Sends small files. One thread reads them as fast as the remote machine accepts them.
     async fn send_small(&self, entries: Vec<(Entry, u64)>) {
-        /// Files that are read before they can be sent.
+        /// Number of read files that wait to be sent.
         const READ_AHEAD: usize = 8;
         let (sender, mut receiver) = mpsc::channel(READ_AHEAD);
         let from = self.from.clone();
@@ -236,7 +239,7 @@ impl Tree {
                         tree.work.moved(&path, size);
                         sent
                     }
-                    // It has grown.
+                    // The file has grown since the scan.
                     Ok(None) => tree.send_streamed(&entry, size).await,
                     Err(error) => Err(error),
                 };
@@ -283,7 +286,7 @@ impl Tree {
             if matches!(error, ExecServerError::Unsupported(_)) {
                 return Err(remote(&target)(error));
             }
-            // Something may be there already; a file or a link gives way, as it does to a file.
+            // The path may exist. As for files, an existing file or link is replaced.
             match files.remove(&target, Remove::default()).await {
                 Ok(()) => files.create_symlink(&target, text, None).await,
                 Err(_) => Err(error),
@@ -375,7 +378,7 @@ async fn send_large(
         Err(error) => return Err(remote(&to)(error)),
     };
     let to = match &existing {
-        // What a link leads to is replaced, not the link.
+        // If the target is a symbolic link, replace the file that it refers to, not the link.
         Some(Metadata {
             is_symlink: true, ..
         }) => files.canonicalize(&to, None).await.map_err(remote(&to))?,
@@ -384,7 +387,7 @@ async fn send_large(
     let special = existing.as_ref().is_some_and(|found| !found.is_file);
     let mut options = write_options(work, entry, links);
     if !work.options.archive && work.has_metadata {
-        // What is there keeps its mode.
+        // An existing file keeps its mode.
         let kept = existing.as_ref().and_then(|found| found.mode);
         options.mode = kept.or(options.mode);
     }
@@ -423,8 +426,8 @@ async fn mark(work: &Work, path: &PathUri, options: WriteOptions) -> Result<(), 
     marked.map_err(remote(path))
 }
 
-/// Sends a file beside its target, going on where an earlier transfer stopped, and puts it in place
-/// when it is whole.
+/// Sends a large file into a part file, resumes an earlier transfer, and renames the complete file
+/// to its target.
 async fn send_resumable(
     work: &Arc<Work>,
     from: &Path,
@@ -442,7 +445,7 @@ async fn send_resumable(
     let (offset, hash) = resume_at(work, from, size, &part).await?;
     let stream = WriteStream {
         mode: match offset {
-            // Empties what is there.
+            // `Replace` truncates an existing part file.
             0 => WriteMode::Replace,
             _ => WriteMode::Update,
         },
@@ -461,7 +464,7 @@ async fn send_resumable(
         .map_err(remote(&part))?;
     let sent = hash.map(|hash| hex(hash.finalize()));
     if arrived.length != length || Some(arrived.sha256) != sent {
-        // Whatever it is, it is no beginning to go on from.
+        // The part file does not match the source, so a later transfer must not resume it.
         let _ = files.remove(&part, Remove::default()).await;
         return Err(TransferError::Differs(shown(to)));
     }
@@ -475,7 +478,7 @@ async fn send_resumable(
     Ok(length)
 }
 
-/// How much of a file has arrived before, and the hash of that much.
+/// Length and hash of the part file if it matches the beginning of the source; otherwise zero.
 async fn resume_at(
     work: &Work,
     from: &Path,
@@ -488,7 +491,7 @@ async fn resume_at(
     };
     let found = match work.files.metadata(part, Access::default()).await {
         Ok(found) if found.is_symlink => {
-            // Tells in the server's own words that it is a link.
+            // Return the server's error about the symbolic link.
             return Err(match work.files.metadata(part, refuse).await {
                 Err(error) => remote(part)(error),
                 Ok(_) => TransferError::Special(shown(part)),
@@ -524,7 +527,7 @@ async fn resume_at(
     }
 }
 
-/// Sends a local file from an offset on, and commits.
+/// Sends a local file from `offset` and commits the write.
 async fn pump(
     work: &Work,
     from: &Path,
@@ -533,7 +536,7 @@ async fn pump(
     mut writer: FileWriter,
     to: &PathUri,
 ) -> Result<(Option<Sha256>, u64), TransferError> {
-    /// Pieces that are read before they can be sent.
+    /// Number of read chunks that wait to be sent.
     const READ_AHEAD: usize = 2;
     let (sender, mut receiver) = mpsc::channel::<Bytes>(READ_AHEAD);
     let path = from.to_owned();

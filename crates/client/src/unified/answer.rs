@@ -1,4 +1,4 @@
-//! What a call answers, as values, as text and as JSON.
+//! Result of an `exec_command`/`write_stdin` call as value, text and JSON.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -6,69 +6,70 @@ use std::time::Duration;
 use exec_server_protocol::sandbox::Denial;
 use serde_json::{Value, json};
 
-/// What became of a command during one call.
+/// Result of one call: output, state and exit code of its command.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Answer {
-    /// Names this answer, so that one can speak of it: six hexadecimal digits.
+    /// Id of this result, for references to it: six hexadecimal digits.
     pub chunk_id: String,
-    /// How long the call took.
+    /// Duration of the call.
     pub wall_time: Duration,
-    /// Where the command goes on; absent once it has ended.
+    /// Id of the session in which the command continues; absent after it has ended.
     pub session_id: Option<u32>,
-    /// How it ended; absent while it runs.
+    /// Exit code; absent while the command runs.
     pub exit_code: Option<i32>,
-    /// Why it can no longer be followed, if so.
+    /// Reason why the process is lost, if its connection failed.
     pub failure: Option<String>,
-    /// How many tokens all of the output since the last answer would have been.
+    /// Number of tokens of all output since the last result.
     pub original_token_count: u64,
-    /// What fits of it, with a marker where something is missing.
+    /// Output since the last result, truncated to the token limit with a marker for omitted bytes.
     pub output: String,
-    /// Bytes that `output` lacks, as its marker says.
+    /// Number of bytes omitted from `output`, as its marker states.
     pub omitted_bytes: u64,
-    /// Output went missing on its way here, which is stated in its place.
+    /// Whether output was lost on the connection. A marker in `output` shows where.
     pub has_gaps: bool,
-    /// What became of what was written.
+    /// Result of the write.
     pub input: InputStatus,
-    /// The sandbox was in the way of a command that has ended.
+    /// Set if a command has ended and its sandbox denied an operation.
     pub denial: Option<DenialReport>,
 }
 
-/// What became of input.
+/// Result of a write to stdin.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum InputStatus {
-    /// There was none, or all of it was taken.
+    /// There was no input, or the process accepted all of it.
     #[default]
     Taken,
-    /// The process does not take input any more.
+    /// The process has closed its stdin.
     Closed,
-    /// The process has not read all of it yet; the rest goes on waiting.
+    /// The process has not read all of the input yet; the rest stays queued.
     Pending,
 }
 
-/// What the sandbox was in the way of.
+/// Sandbox denial of a command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DenialReport {
-    /// It was so soon after the start that starting again with other permissions is sensible.
+    /// Whether the command ended soon after its start, so that a restart with other permissions is
+    /// reasonable.
     pub early: bool,
-    /// How that is known.
+    /// How the denial was detected.
     pub source: DenialSource,
-    /// What was refused, where that is known.
+    /// The denied operations, if known.
     pub denials: Vec<Denial>,
 }
 
-/// How a denial is known.
+/// Source of a sandbox denial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DenialSource {
-    /// The executor has said so.
+    /// The executor reported it.
     Executor,
-    /// The executor says nothing of it, but the output and the exit code look like it.
+    /// The executor reported nothing, but the output or the exit code indicate a denial.
     Output,
 }
 
 impl Answer {
-    /// As models are used to it.
+    /// Formats the result as text, in the form that models expect:
     ///
     /// ```text
     /// Chunk ID: 3f2a1b
@@ -84,7 +85,7 @@ impl Answer {
             self.chunk_id,
             self.wall_time.as_secs_f64()
         );
-        // Writing to a string cannot fail.
+        // Writing to a `String` cannot fail.
         if let Some(code) = self.exit_code {
             let _ = writeln!(text, "Process exited with code {code}");
         }
@@ -110,7 +111,7 @@ impl Answer {
         text
     }
 
-    /// As an object; what is absent is left out.
+    /// Formats the result as a JSON object without absent fields.
     pub fn json(&self) -> Value {
         let mut object = json!({
             "chunk_id": self.chunk_id,

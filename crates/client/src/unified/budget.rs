@@ -1,37 +1,38 @@
-//! How much output is kept, and how much of that is shown.
+//! Output buffer of bounded size, and truncation to a number of tokens.
 //!
-//! Owns the buffer of head and tail, the count of what fell out between them, and the text that fits
-//! into a number of tokens. Knows nothing of processes or time.
+//! Keeps the head and the tail of the output and counts the bytes omitted between them. It does not
+//! depend on processes or time.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
 
-/// Bytes that count as one token: the usual estimate for text of any kind.
+/// Number of bytes that count as one token: the usual estimate for any text.
 pub const BYTES_PER_TOKEN: usize = 4;
 
-/// How many tokens this many bytes count as.
+/// Estimated number of tokens of `bytes` bytes.
 pub fn tokens(bytes: u64) -> u64 {
     bytes.div_ceil(BYTES_PER_TOKEN as u64)
 }
 
-/// The first and the last bytes of a stream of any length.
+/// Head and tail of a stream of any length.
 ///
-/// Half of the room is for the head, half for the tail; what falls out between them is counted.
+/// Half of the capacity holds the head, half holds the tail; the bytes omitted between them are
+/// counted.
 #[derive(Debug, Clone)]
 pub struct HeadTail {
     head_room: usize,
     tail_room: usize,
     head: Vec<u8>,
     tail: VecDeque<u8>,
-    /// Every byte that was pushed.
+    /// Number of bytes pushed.
     total: u64,
-    /// Line ends among them.
+    /// Number of newlines pushed.
     newlines: u64,
     last: Option<u8>,
 }
 
 impl HeadTail {
-    /// An empty buffer with room for `capacity` bytes, which are allocated as they are needed.
+    /// Creates an empty buffer for `capacity` bytes, which are allocated when needed.
     pub fn new(capacity: usize) -> Self {
         Self {
             head_room: capacity / 2,
@@ -44,7 +45,7 @@ impl HeadTail {
         }
     }
 
-    /// Adds to the end.
+    /// Appends bytes.
     pub fn push(&mut self, bytes: &[u8]) {
         let Some(&last) = bytes.last() else {
             return;
@@ -54,20 +55,20 @@ impl HeadTail {
         self.newlines += memchr::memchr_iter(b'\n', bytes).count() as u64;
         let (head, rest) = bytes.split_at(bytes.len().min(self.head_room - self.head.len()));
         self.head.extend_from_slice(head);
-        // What would be pushed out by the rest of the same chunk need not be copied at all.
+        // Do not copy bytes that later bytes of the same chunk would displace.
         let rest = &rest[rest.len().saturating_sub(self.tail_room)..];
         let excess = (self.tail.len() + rest.len()).saturating_sub(self.tail_room);
         self.tail.drain(..excess);
         self.tail.extend(rest);
     }
 
-    /// States in place that output is missing, on a line of its own.
+    /// Appends a marker for lost output, on a separate line.
     pub fn push_gap(&mut self, bytes: Option<u64>) {
         let mut line = String::new();
         if self.last.is_some_and(|last| last != b'\n') {
             line.push('\n');
         }
-        // Writing to a string cannot fail.
+        // Writing to a `String` cannot fail.
         let _ = match bytes {
             Some(bytes) => writeln!(line, "... {bytes} bytes lost ..."),
             None => writeln!(line, "... output lost ..."),
@@ -75,35 +76,35 @@ impl HeadTail {
         self.push(line.as_bytes());
     }
 
-    /// How many bytes were pushed, kept or not.
+    /// Number of bytes pushed, including omitted ones.
     pub fn total_bytes(&self) -> u64 {
         self.total
     }
 
-    /// How many of them fell out between head and tail.
+    /// Number of bytes omitted between head and tail.
     pub fn omitted_bytes(&self) -> u64 {
         self.total - (self.head.len() + self.tail.len()) as u64
     }
 
-    /// How many lines were pushed; the last may have no end.
+    /// Number of lines pushed; the last one may lack a newline.
     pub fn lines(&self) -> u64 {
         self.newlines + u64::from(self.last.is_some_and(|last| last != b'\n'))
     }
 
-    /// Takes everything, leaving an empty buffer with the same room.
+    /// Takes the content and leaves an empty buffer of the same capacity.
     pub fn take(&mut self) -> Self {
         let empty = Self::new(self.head_room + self.tail_room);
         std::mem::replace(self, empty)
     }
 
-    /// What is kept, with a marker where something is not.
+    /// The buffered text, with a marker for omitted bytes.
     pub fn text(&self) -> String {
         self.fit(None).text
     }
 
-    /// What fits into so many tokens, the markers included; `None` for all that is kept.
+    /// The output truncated to `max_tokens` tokens, including markers; `None` for no limit.
     ///
-    /// Even where nothing else fits, the markers say how much there was.
+    /// The markers state the total size even if no output fits.
     pub fn fit(&self, max_tokens: Option<usize>) -> Fitted {
         let room = max_tokens.map_or(usize::MAX, |max| max.saturating_mul(BYTES_PER_TOKEN));
         let tail: Vec<u8> = self.tail.iter().copied().collect();
@@ -120,7 +121,8 @@ impl HeadTail {
             }
             return self.cut(&whole, &whole, room);
         }
-        // The buffer may have cut characters in two: what is left of them is omitted, too.
+        // The buffer may have split a character at each cut. The remaining bytes of such a
+        // character are omitted.
         let head = &self.head[..complete(&self.head)];
         let tail = &tail[leading_continuation(&tail)..];
         let head_text = String::from_utf8_lossy(head);
@@ -140,7 +142,7 @@ impl HeadTail {
         self.cut(head, tail, room)
     }
 
-    /// The start of `head` and the end of `tail`, which may be the same bytes.
+    /// The beginning of `head` and the end of `tail`, which may be the same slice.
     fn cut(&self, head: &[u8], tail: &[u8], room: usize) -> Fitted {
         let original_tokens = tokens(self.total);
         let warning = format!(
@@ -148,7 +150,7 @@ impl HeadTail {
              Total output lines: {}\n\n",
             self.lines()
         );
-        // One more for the line end that the marker may need before it.
+        // The marker may need an additional newline before it.
         let frame = warning.len() + marker(self.total).len() + 1;
         let room = room.saturating_sub(frame);
         let (head_text, head_used) = first(head, room / 2);
@@ -164,14 +166,14 @@ impl HeadTail {
     }
 }
 
-/// Output that fits into a budget.
+/// Output truncated to a token limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fitted {
-    /// The text, with a marker where something is missing.
+    /// The text, with a marker for omitted bytes.
     pub text: String,
-    /// How many tokens all of it would have been.
+    /// Number of tokens of the complete output.
     pub original_tokens: u64,
-    /// Bytes that the text lacks, as its marker says.
+    /// Number of bytes omitted from the text, as its marker states.
     pub omitted_bytes: u64,
 }
 
@@ -188,7 +190,8 @@ fn join(head: &str, marker: &str, tail: &str) -> String {
     [head, line_end, marker, tail].concat()
 }
 
-/// As many leading characters as fit, and how many bytes they were.
+/// The longest prefix of whole characters that fits into `room` bytes, and the number of input
+/// bytes it uses.
 fn first(bytes: &[u8], room: usize) -> (String, usize) {
     let mut text = String::new();
     let mut used = 0;
@@ -215,11 +218,13 @@ fn first(bytes: &[u8], room: usize) -> (String, usize) {
     (text, used)
 }
 
-/// As many trailing characters as fit, and how many bytes they were.
+/// The longest suffix of whole characters that fits into `room` bytes, and the number of input
+/// bytes it uses.
 fn last(bytes: &[u8], room: usize) -> (String, usize) {
     let bytes = &bytes[bytes.len().saturating_sub(room)..];
     let bytes = &bytes[leading_continuation(bytes)..];
-    // Replacements are longer than what they stand for, so some of the front may have to go yet.
+    // A replacement character is longer than the byte it replaces, so the front may have to be
+    // shortened.
     let text = String::from_utf8_lossy(bytes);
     let excess = text.len().saturating_sub(room);
     let mut gone = 0;
@@ -243,17 +248,17 @@ fn last(bytes: &[u8], room: usize) -> (String, usize) {
     (text[gone..].to_owned(), used)
 }
 
-/// How many bytes at the beginning belong to a character that began before.
+/// Number of leading bytes that continue a character from before the slice.
 fn leading_continuation(bytes: &[u8]) -> usize {
     let is_continuation = |byte: &&u8| **byte & 0xC0 == 0x80;
     match bytes.iter().take(4).take_while(is_continuation).count() {
-        // No character has four of them: this is no text, and nothing was cut.
+        // A character has at most three continuation bytes, so this is not UTF-8 and was not split.
         4 => 0,
         count => count,
     }
 }
 
-/// How many bytes there are without a last character that has only begun.
+/// Length of the slice without an incomplete character at its end.
 pub(super) fn complete(bytes: &[u8]) -> usize {
     for back in 1..=bytes.len().min(3) {
         let at = bytes.len() - back;
@@ -266,7 +271,7 @@ pub(super) fn complete(bytes: &[u8]) -> usize {
         };
         let begun = length > back
             && std::str::from_utf8(&bytes[at..]).is_err_and(|error| {
-                // Without a length: more bytes could still make it a character.
+                // Without `error_len`, more bytes could complete the character.
                 error.valid_up_to() == 0 && error.error_len().is_none()
             });
         return if begun { at } else { bytes.len() };
@@ -287,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn short_output_is_shown_as_it_is() {
+    fn fit_returns_short_output_unchanged() {
         let buffer = pushed(100, b"one\ntwo");
         let fitted = buffer.fit(Some(2));
         assert_eq!(fitted.text, "one\ntwo");
@@ -298,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn the_middle_goes_first_and_is_counted() {
+    fn buffer_omits_and_counts_the_middle() {
         let mut buffer = HeadTail::new(10);
         for byte in b"0123456789abcdef" {
             buffer.push(&[*byte]);
@@ -308,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn one_marker_counts_what_both_limits_took() {
+    fn fit_reports_buffer_and_token_omissions_in_one_marker() {
         let lines: String = (0..1000).map(|line| format!("{line:06}\n")).collect();
         let buffer = pushed(2000, lines.as_bytes());
         let fitted = buffer.fit(Some(100));
@@ -332,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_of_nothing_still_tells_how_much_there_was() {
+    fn fit_with_zero_tokens_reports_the_total() {
         let fitted = pushed(100, b"hello").fit(Some(0));
         assert_eq!(
             fitted.text,
@@ -342,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn gaps_stand_on_lines_of_their_own() {
+    fn push_gap_places_markers_on_separate_lines() {
         let mut buffer = pushed(100, b"abc");
         buffer.push_gap(Some(7));
         buffer.push_gap(None);
@@ -354,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn characters_that_have_only_begun() {
+    fn complete_excludes_an_incomplete_last_character() {
         for (bytes, whole) in [
             (&b"ab"[..], 2),
             ("aé".as_bytes(), 3),
@@ -372,9 +377,9 @@ mod tests {
     }
 
     proptest! {
-        /// What is shown and what the marker counts is everything, whatever the bytes.
+        /// Shown bytes and omitted bytes together are the complete output, for arbitrary bytes.
         #[test]
-        fn every_byte_is_shown_or_counted(
+        fn fit_shows_or_counts_every_byte(
             chunks in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..40), 0..20),
             capacity in 2usize..200,
             max in proptest::option::of(0usize..120),
@@ -399,9 +404,9 @@ mod tests {
             }
         }
 
-        /// Text is never cut inside a character.
+        /// A character is never split.
         #[test]
-        fn characters_stay_whole(text in "\\PC{0,80}", capacity in 0usize..60, max in 0usize..60) {
+        fn fit_keeps_whole_characters(text in "\\PC{0,80}", capacity in 0usize..60, max in 0usize..60) {
             let buffer = pushed(capacity, text.as_bytes());
             let fitted = buffer.fit(Some(max));
             let odd = char::REPLACEMENT_CHARACTER;

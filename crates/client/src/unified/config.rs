@@ -1,8 +1,8 @@
-//! Limits and time windows.
+//! Limits and yield windows of unified exec.
 
 use std::time::Duration;
 
-/// Limits and time windows; the defaults are what models have learned to expect.
+/// Limits and yield windows of unified exec. The defaults are the values that models expect.
 ///
 /// ```
 /// use std::time::Duration;
@@ -15,48 +15,52 @@ use std::time::Duration;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct UnifiedExecConfig {
-    /// How long `exec_command` waits if it is not said.
+    /// Yield time of `exec_command` if the call sets none.
     pub default_exec_yield: Duration,
-    /// How long `write_stdin` waits if it is not said.
+    /// Yield time of `write_stdin` with input if the call sets none.
     pub default_write_yield: Duration,
-    /// The least that any call waits for a process that goes on.
+    /// Minimum yield time of any call whose process is still running.
     pub min_yield: Duration,
-    /// The most that a call waits which starts or writes something.
+    /// Maximum yield time of a call that starts a command or writes input.
     pub max_yield: Duration,
-    /// The least that a `write_stdin` without characters waits: polling must be worth a call.
+    /// Minimum yield time of a `write_stdin` without input, so that frequent polls do not waste
+    /// calls.
     pub min_poll: Duration,
-    /// The most that a `write_stdin` without characters waits.
+    /// Maximum yield time of a `write_stdin` without input.
     pub max_poll: Duration,
-    /// A denial that comes this soon after the start counts as one of the start, so that a caller
-    /// can ask and start again.
+    /// A sandbox denial within this time after the start is reported as early, so that the caller
+    /// can request approval and restart the command.
     pub early_exit: Duration,
-    /// After input was taken, output gets this long at least.
+    /// Minimum time to collect output after input was accepted.
     pub settle: Duration,
-    /// How long an answer waits for the end of output once the process has exited.
+    /// Time that a call waits for the end of output after the process has exited.
     pub close_wait: Duration,
-    /// How much silence after the exit ends the live events of a process whose output stays open.
+    /// Time without output, after the exit, that ends the live events of a process whose output
+    /// stays open.
     pub trailing: Duration,
-    /// How much longer such output is kept for answers before the rest is ended.
+    /// Additional time for which such output is collected. After that the remaining processes are
+    /// terminated.
     pub linger: Duration,
-    /// Bytes kept between two answers, half head, half tail.
+    /// Buffer size in bytes for the output between two results; half head, half tail.
     pub window_bytes: usize,
-    /// Bytes kept for the end event and for whoever looks later, half head, half tail.
+    /// Buffer size in bytes for the complete output of a command; half head, half tail.
     pub transcript_bytes: usize,
-    /// Tokens of output in an answer if it is not said.
+    /// Number of output tokens in a result if the call sets none.
     pub default_output_tokens: usize,
-    /// The most tokens of output in an answer.
+    /// Maximum number of output tokens in a result.
     pub max_output_tokens: usize,
-    /// Sessions that are kept; another makes the least recently used go.
+    /// Maximum number of sessions. A new one evicts the least recently used one.
     pub max_sessions: usize,
-    /// That many of the most recently used never go.
+    /// Number of most recently used sessions that are never evicted.
     pub protected_sessions: usize,
-    /// Sessions that have ended, were reported, and can still be looked at.
+    /// Number of ended and reported sessions that can still be queried.
     pub finished_sessions: usize,
-    /// Bytes of one `OutputDelta`.
+    /// Maximum number of bytes of one `OutputDelta`.
     pub delta_bytes: usize,
-    /// `OutputDelta`s of one command; the rest is counted in its end event.
+    /// Maximum number of `OutputDelta`s of one command. The remaining bytes are counted in its end
+    /// event.
     pub max_deltas: u64,
-    /// Where session ids come from.
+    /// Generator of session ids.
     pub ids: IdSource,
 }
 
@@ -90,13 +94,13 @@ impl Default for UnifiedExecConfig {
 }
 
 impl UnifiedExecConfig {
-    /// How long a call that starts something waits.
+    /// Yield time of an `exec_command` call.
     pub fn exec_yield(&self, asked: Option<Duration>) -> Duration {
         let asked = asked.unwrap_or(self.default_exec_yield);
         within(asked, self.min_yield, self.max_yield)
     }
 
-    /// How long a `write_stdin` waits.
+    /// Yield time of a `write_stdin` call.
     pub fn write_yield(&self, asked: Option<Duration>, is_poll: bool) -> Duration {
         let asked = asked.unwrap_or(self.default_write_yield);
         if is_poll {
@@ -106,7 +110,7 @@ impl UnifiedExecConfig {
         }
     }
 
-    /// How many tokens of output an answer has room for.
+    /// Maximum number of output tokens of a result.
     pub fn output_tokens(&self, asked: Option<usize>) -> usize {
         asked
             .unwrap_or(self.default_output_tokens)
@@ -114,18 +118,18 @@ impl UnifiedExecConfig {
     }
 }
 
-/// Like `clamp`, but limits that contradict each other do not panic: the lower one wins.
+/// Like `clamp`, but does not panic if `min` is greater than `max`: then `min` is used.
 fn within(asked: Duration, min: Duration, max: Duration) -> Duration {
     asked.min(max).max(min)
 }
 
-/// Where session ids and the ids of answers come from.
+/// Generator of session ids and result ids.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum IdSource {
-    /// Random ones, which a model cannot guess from earlier ones.
+    /// Random ids, which a model cannot guess from earlier ones.
     #[default]
     Random,
-    /// 1000, 1001 and so on: the same calls give the same ids.
+    /// 1000, 1001 and so on, so that equal calls produce equal ids.
     Counting,
 }
 
@@ -134,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn yields_stay_within_their_bounds() {
+    fn yield_times_are_clamped_to_their_limits() {
         let config = UnifiedExecConfig::default();
         let millis = Duration::from_millis;
         for (asked, exec, write, poll) in [
@@ -156,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn the_lower_bound_wins_over_an_upper_one_below_it() {
+    fn write_yield_prefers_minimum_over_smaller_maximum() {
         let config = UnifiedExecConfig {
             max_poll: Duration::ZERO,
             ..UnifiedExecConfig::default()

@@ -1,21 +1,21 @@
-//! Output in pieces that end where characters end.
+//! UTF-8-safe splitting of output deltas.
 //!
-//! Owns the few bytes of a character that has only begun, for each stream, and the size of a piece.
+//! Keeps the bytes of an incomplete character per stream, and limits the size of a delta.
 
 use bytes::{Bytes, BytesMut};
 use exec_server_protocol::process::Stream;
 
 use super::budget::complete;
 
-/// Joins characters that arrive in two chunks, each stream for itself.
+/// Joins characters that are split between two chunks, separately for each stream.
 #[derive(Debug, Default)]
 pub(super) struct Joiner {
-    /// At most three bytes each.
+    /// Incomplete character of each stream: at most three bytes.
     begun: [Bytes; 3],
 }
 
 impl Joiner {
-    /// What can be passed on now that `chunk` has come.
+    /// Adds a chunk; returns the bytes up to the last complete character.
     pub(super) fn push(&mut self, stream: Stream, chunk: Bytes) -> Bytes {
         let begun = &mut self.begun[index(stream)];
         let mut whole = if begun.is_empty() {
@@ -27,12 +27,12 @@ impl Joiner {
             joined.freeze()
         };
         let end = complete(&whole);
-        // A copy: three bytes must not keep a large chunk alive.
+        // Copy the bytes: a slice of three bytes would keep a large chunk allocated.
         *begun = Bytes::copy_from_slice(&whole.split_off(end));
         whole
     }
 
-    /// What never became characters.
+    /// The incomplete characters left at the end of the streams.
     pub(super) fn finish(&mut self) -> impl Iterator<Item = (Stream, Bytes)> {
         [Stream::Stdout, Stream::Stderr, Stream::Pty]
             .into_iter()
@@ -49,7 +49,7 @@ fn index(stream: Stream) -> usize {
     }
 }
 
-/// Takes a piece of at most `max` bytes off the front, whole characters only where there are any.
+/// Splits off at most `max` bytes from the front, at a character boundary if there is one.
 pub(super) fn piece(bytes: &mut Bytes, max: usize) -> Bytes {
     if bytes.len() <= max {
         return std::mem::take(bytes);
@@ -67,12 +67,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn characters_are_joined_within_their_stream() {
+    fn joiner_joins_split_characters_per_stream() {
         let mut joiner = Joiner::default();
         let euro = "€".as_bytes();
         let first = Bytes::copy_from_slice(&[b'a', euro[0], euro[1]]);
         assert_eq!(joiner.push(Stream::Stdout, first), "a");
-        // Something else comes in between, on another stream.
+        // A chunk of another stream arrives in between.
         let other = Bytes::from_static(b"err");
         assert_eq!(joiner.push(Stream::Stderr, other), "err");
         let rest = Bytes::copy_from_slice(&[euro[2], b'b']);
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn what_never_ends_comes_at_the_end() {
+    fn joiner_returns_incomplete_characters_at_the_end() {
         let mut joiner = Joiner::default();
         assert_eq!(
             joiner.push(Stream::Pty, Bytes::from_static(b"x\xf0\x9f")),
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_end_where_characters_end() {
+    fn piece_splits_at_character_boundaries() {
         let mut bytes = Bytes::from("aéé€".as_bytes().to_vec());
         let mut pieces = Vec::new();
         while !bytes.is_empty() {

@@ -1,12 +1,12 @@
-//! Whether a sandbox was in a command's way.
+//! Detection of commands that failed because of their sandbox.
 
 use exec_server_protocol::process::SandboxType;
 
 use super::answer::{DenialReport, DenialSource};
 use crate::event::ProcessExit;
 
-/// Words of the system and of common tools for what a sandbox does. Only asked where the executor
-/// does not say: a program may well print one of them for reasons of its own.
+/// Error messages that a sandbox denial causes in common tools. They are checked only if the
+/// executor does not report denials, because a program may print them for other reasons.
 const WORDS: &[&str] = &[
     "operation not permitted",
     "permission denied",
@@ -17,10 +17,10 @@ const WORDS: &[&str] = &[
     "failed to write file",
 ];
 
-/// The exit code of a process that a system call filter has killed: 128 + SIGSYS.
+/// Exit code of a process killed by a system call filter: 128 + SIGSYS.
 const KILLED_BY_FILTER: i32 = 128 + 31;
 
-/// What to report of a command that has ended.
+/// Reports whether a sandbox denial caused the failure of a command that has ended.
 pub(super) fn report(
     exit: &ProcessExit,
     sandbox: Option<SandboxType>,
@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn the_executor_knows_best() {
+    fn report_prefers_executor_result_over_output() {
         use SandboxType::{LinuxSeccomp, None as Unconfined};
         let denied = "touch: cannot touch 'x': Read-only file system\n";
         let executor = Some(DenialSource::Executor);

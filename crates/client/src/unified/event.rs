@@ -1,4 +1,4 @@
-//! What others are told of commands while they run.
+//! Observer events of unified exec (begin, delta, interaction, end).
 
 use std::fmt;
 use std::time::Duration;
@@ -7,73 +7,72 @@ use bytes::Bytes;
 use exec_server_protocol::process::Stream;
 use futures_util::future::BoxFuture;
 
-/// Something that happened to a command.
+/// Observer event of a command.
 ///
-/// For one command they come in this order: one `Begin`, then output and interactions as they
-/// happen, then one `End`.
+/// Order for one command: one `Begin`, then output and interactions as they occur, then one `End`.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum UnifiedEvent {
-    /// It was started.
+    /// The command was started.
     Begin {
-        /// The call that started it.
+        /// Id of the call that started it.
         call_id: String,
-        /// Its session.
+        /// Id of its session.
         session_id: u32,
-        /// The id of its process, as the backend knows it.
+        /// Id of its process at the backend.
         process_id: String,
         /// Program and arguments.
         argv: Vec<String>,
         /// Working directory.
         cwd: String,
     },
-    /// It wrote something. Pieces are short and end where characters end.
+    /// The command wrote output. A delta has a limited size and ends at a character boundary.
     OutputDelta {
-        /// The call that started it.
+        /// Id of the call that started it.
         call_id: String,
-        /// Its session.
+        /// Id of its session.
         session_id: u32,
-        /// Where it was written to.
+        /// The output stream.
         stream: Stream,
-        /// What was written.
+        /// The output bytes.
         chunk: Bytes,
     },
-    /// Something was written to it, or it was asked for news.
+    /// A call wrote input or polled for output.
     TerminalInteraction {
-        /// The call that did it.
+        /// Id of the call.
         call_id: String,
-        /// Its session.
+        /// Id of its session.
         session_id: u32,
-        /// What was written; nothing for a poll.
+        /// The input; empty for a poll.
         chars: String,
     },
-    /// It has ended.
+    /// The command has ended.
     End {
-        /// The call that started it.
+        /// Id of the call that started it.
         call_id: String,
-        /// Its session.
+        /// Id of its session.
         session_id: u32,
-        /// How it ended; -1 if that cannot be known.
+        /// Exit code; -1 if it is unknown.
         exit_code: i32,
-        /// Why it could not be followed to its end.
+        /// Reason why the process was lost before its end.
         failure: Option<String>,
-        /// Head and tail of all that it wrote, with a marker where something is missing.
+        /// Head and tail of the complete output, with a marker for omitted bytes.
         transcript: String,
-        /// From its start to its end.
+        /// Time from start to end.
         duration: Duration,
-        /// Bytes that were not told as `OutputDelta`, because there were too many of those.
+        /// Number of bytes without an `OutputDelta`, because of the limit on deltas.
         untold_bytes: u64,
     },
 }
 
-/// Who is told of commands.
+/// Receiver of observer events.
 pub trait EventSink: Send + Sync {
-    /// Takes an event. While it waits, the command that the event is about may be held back, and
-    /// no other.
+    /// Handles an event. While it waits, it may delay the command of the event, but no other
+    /// command.
     fn event(&self, event: UnifiedEvent) -> BoxFuture<'_, ()>;
 }
 
-/// Hands events to a bounded queue; a receiver that has gone is no trouble.
+/// Sends events to a bounded queue. A closed receiver is ignored.
 impl EventSink for tokio::sync::mpsc::Sender<UnifiedEvent> {
     fn event(&self, event: UnifiedEvent) -> BoxFuture<'_, ()> {
         Box::pin(async move {

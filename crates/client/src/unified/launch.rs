@@ -1,4 +1,4 @@
-//! What is to be started, and where.
+//! What to launch: direct and prepared requests.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use exec_server_protocol::process::{EnvPolicy, Inherit, StartParams, TerminalSiz
 
 use crate::backend::ExecBackend;
 
-/// Variables that keep programs from colours, pagers and other manners meant for people.
+/// Variables that disable colors, pagers and other interactive features of programs.
 pub const PLAIN_ENVIRONMENT: &[(&str, &str)] = &[
     ("NO_COLOR", "1"),
     ("TERM", "dumb"),
@@ -21,9 +21,9 @@ pub const PLAIN_ENVIRONMENT: &[(&str, &str)] = &[
     ("GH_PAGER", "cat"),
 ];
 
-/// A command that is to be started on a backend.
+/// Command to start on a backend.
 ///
-/// Whether it may run, and how it is confined, was decided before: nothing here asks anybody.
+/// Approval and sandbox policy were decided before; this module requests no approval.
 #[derive(Debug, Clone)]
 pub struct Launch {
     pub(super) backend: Arc<dyn ExecBackend>,
@@ -31,14 +31,15 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// A request that is complete: somebody has settled its policy, and it is sent as it is.
+    /// Creates a launch from a complete request, including its sandbox policy.
     ///
-    /// Only its process id is replaced, by one that belongs to the session.
+    /// The request is sent unchanged, except for the process id, which is replaced by one of the
+    /// session.
     pub fn prepared(backend: Arc<dyn ExecBackend>, params: StartParams) -> Self {
         Self { backend, params }
     }
 
-    /// A plain command that the caller trusts: it runs without a sandbox.
+    /// Creates a launch of a trusted command; it runs without a sandbox.
     pub fn direct(backend: Arc<dyn ExecBackend>, request: DirectRequest) -> Self {
         let (tty, pipe_stdin, size) = match request.io {
             ProcessIo::Terminal(size) => (true, false, size),
@@ -58,7 +59,7 @@ impl Launch {
         Self { backend, params }
     }
 
-    /// What is sent to the backend.
+    /// The request for the backend.
     pub fn params(&self) -> &StartParams {
         &self.params
     }
@@ -68,31 +69,33 @@ impl Launch {
     }
 }
 
-/// A plain command.
+/// Request for a command without a sandbox.
 #[derive(Debug, Clone)]
 pub struct DirectRequest {
     /// Program and arguments.
     pub argv: Vec<String>,
     /// Working directory.
     pub cwd: PathUri,
-    /// The whole environment, or what is laid over `env_policy`.
+    /// The complete environment or, with `env_policy`, the variables that override the derived
+    /// environment.
     pub env: BTreeMap<String, String>,
-    /// How to derive the environment from that of the machine where it runs.
+    /// Policy that derives the environment from the remote machine.
     pub env_policy: Option<EnvPolicy>,
-    /// What the program sees as its own name.
+    /// Value of `argv[0]` for the program, if it differs.
     pub arg0: Option<String>,
-    /// What it reads from and writes to.
+    /// Standard streams of the process.
     pub io: ProcessIo,
 }
 
 impl DirectRequest {
-    /// A command with the environment of the machine where it runs, made plain, and no input.
+    /// Creates a request with the remote machine's environment, [`PLAIN_ENVIRONMENT`], and closed
+    /// stdin.
     pub fn new(argv: Vec<String>, cwd: PathUri) -> Self {
         let plain = PLAIN_ENVIRONMENT.iter();
         Self {
             argv,
             cwd,
-            // All of it, whatever is set here: what is set there is not known.
+            // Set all of them: the variables of the remote machine are unknown.
             env: plain
                 .map(|&(name, value)| (name.to_owned(), value.to_owned()))
                 .collect(),
@@ -102,7 +105,8 @@ impl DirectRequest {
         }
     }
 
-    /// A line for a shell; a login shell also reads the profile of its user.
+    /// Creates a request that runs a command line in a shell. A login shell also reads the user's
+    /// profile.
     pub fn shell(shell: &str, login: bool, line: &str, cwd: PathUri) -> Self {
         let flag = if login { "-lc" } else { "-c" };
         let argv = [shell, flag, line].map(str::to_owned);
@@ -110,14 +114,14 @@ impl DirectRequest {
     }
 }
 
-/// What a process reads from and writes to.
+/// Standard streams of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProcessIo {
-    /// A terminal, of this size if there is one.
+    /// A terminal, with this size if given.
     Terminal(Option<TerminalSize>),
     /// Pipes.
     Pipes {
-        /// Whether its input can be written to.
+        /// Whether stdin can be written to.
         stdin: StdinMode,
     },
 }
@@ -130,11 +134,11 @@ impl Default for ProcessIo {
     }
 }
 
-/// Whether a pipe is kept for input.
+/// Mode of a stdin pipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StdinMode {
-    /// It can be written to.
+    /// Stdin can be written to.
     Open,
-    /// The process finds its input at an end.
+    /// The process reads end-of-file from stdin.
     Closed,
 }

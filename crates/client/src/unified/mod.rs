@@ -1,11 +1,11 @@
-//! Commands for a model: start one, wait a while, look at what it wrote, write to it, look again.
+//! Unified exec: command sessions for a model (`exec_command` and `write_stdin`).
 //!
-//! A call returns as soon as its command has ended and its output is complete, and otherwise when
-//! its time is up: the command then goes on as a session that later calls name. What an answer shows
-//! is bounded in tokens, what is kept is bounded in bytes, and what is missing is counted where it is
-//! missing. Works on any [`ExecBackend`](crate::ExecBackend), and waits with tokio's clock alone, so
-//! that a paused clock makes it deterministic. Knows nothing of approval and policy: those are
-//! settled before a [`Launch`] is made.
+//! A call returns when its command has ended and the output is complete, or when its yield time has
+//! elapsed. In the second case the command continues as a session that later calls name by id. A
+//! result has a limit in tokens, the buffers have a limit in bytes, and markers state how much
+//! output is omitted. Works with any [`ExecBackend`](crate::ExecBackend). All waits use tokio's
+//! clock, so that tests with a paused clock are deterministic. Approval and policy are decided
+//! before a [`Launch`] is created.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -65,15 +65,15 @@ use store::Store;
 use crate::backend::{ExecProcess, StartedProcess};
 use crate::error::ExecServerError;
 
-/// What a model writes to interrupt a command: the character of Control-C.
+/// Input that interrupts a command: the character of Ctrl-C.
 pub const INTERRUPT: &str = "\u{3}";
 
-/// Ids that sessions have: five digits are easily told apart from other numbers.
+/// Range of session ids. Five digits are easy to distinguish from other numbers.
 const IDS: std::ops::Range<u32> = 1000..100_000;
 
-/// Starts commands and keeps those that go on; cheap to clone.
+/// Starts commands and keeps the sessions of running ones; cheap to clone.
 ///
-/// Dropping the last one ends them all.
+/// Dropping the last clone terminates all commands.
 #[derive(Debug, Clone)]
 pub struct UnifiedExec {
     inner: Arc<Inner>,
@@ -83,16 +83,16 @@ struct Inner {
     config: Arc<UnifiedExecConfig>,
     sink: Option<Arc<dyn EventSink>>,
     state: Mutex<State>,
-    /// How many have paused the deadlines.
+    /// Number of active `Pause` guards.
     paused: watch::Sender<usize>,
-    /// For ids that count.
+    /// Counter for sequential session ids.
     counter: AtomicU32,
     answers: AtomicU32,
 }
 
 struct State {
     store: Store<Arc<Session>>,
-    /// Sessions that were reported to have ended, oldest first.
+    /// Sessions whose end was reported, oldest first.
     finished: VecDeque<Arc<Session>>,
 }
 
@@ -104,21 +104,21 @@ impl fmt::Debug for Inner {
     }
 }
 
-/// Start a command.
+/// Arguments of `exec_command`.
 #[derive(Debug, Clone)]
 pub struct ExecCommand {
-    /// Names the call in events.
+    /// Id of the call in events.
     pub call_id: String,
-    /// What to start, and where.
+    /// The command and its backend.
     pub launch: Launch,
-    /// How long to wait; bounded by the configuration.
+    /// Yield time; clamped by the configuration.
     pub yield_time: Option<Duration>,
-    /// Room for output in the answer; bounded by the configuration.
+    /// Maximum number of output tokens; clamped by the configuration.
     pub max_output_tokens: Option<usize>,
 }
 
 impl ExecCommand {
-    /// With the usual window and budget.
+    /// Arguments with the default yield time and token limit.
     pub fn new(call_id: impl Into<String>, launch: Launch) -> Self {
         Self {
             call_id: call_id.into(),
@@ -129,23 +129,23 @@ impl ExecCommand {
     }
 }
 
-/// Write to a command, or see how it is.
+/// Arguments of `write_stdin`.
 #[derive(Debug, Clone)]
 pub struct WriteStdin {
-    /// Names the call in events.
+    /// Id of the call in events.
     pub call_id: String,
-    /// Which session.
+    /// Id of the session.
     pub session_id: u32,
-    /// What to write; nothing to only see how it is, [`INTERRUPT`] to interrupt it.
+    /// Input to write; empty to poll, [`INTERRUPT`] to interrupt the command.
     pub chars: String,
-    /// How long to wait; bounded by the configuration.
+    /// Yield time; clamped by the configuration.
     pub yield_time: Option<Duration>,
-    /// Room for output in the answer; bounded by the configuration.
+    /// Maximum number of output tokens; clamped by the configuration.
     pub max_output_tokens: Option<usize>,
 }
 
 impl WriteStdin {
-    /// With the usual window and budget.
+    /// Arguments with the default yield time and token limit.
     pub fn new(call_id: impl Into<String>, session_id: u32, chars: impl Into<String>) -> Self {
         Self {
             call_id: call_id.into(),
@@ -156,68 +156,68 @@ impl WriteStdin {
         }
     }
 
-    /// Writes nothing, and waits longer.
+    /// Arguments of a poll: no input, and a longer yield time.
     pub fn poll(call_id: impl Into<String>, session_id: u32) -> Self {
         Self::new(call_id, session_id, "")
     }
 }
 
-/// Why a call has no answer.
+/// Error of a unified exec call.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum UnifiedExecError {
-    /// There is no such session, or not any more.
+    /// No session has this id, or it has ended.
     #[error("unknown process id {0}")]
     UnknownSession(u32),
-    /// The command was started without input.
+    /// The command was started without stdin.
     #[error("stdin is closed for session {0}; start the command again with a tty to write to it")]
     StdinClosed(u32),
-    /// The command does not read.
+    /// The command has not read its earlier input.
     #[error("process {0} has not read the input of an earlier call yet")]
     InputPending(u32),
-    /// The server is not ready to take input for the command.
+    /// The server does not accept input for the command yet.
     #[error("process {0} is still being started")]
     Starting(u32),
-    /// Every id belongs to a command that is being started.
+    /// Too many session ids are in use.
     #[error("too many commands are being started: there are {max} session ids")]
     TooManySessions {
-        /// How many there are.
+        /// Maximum number of ids.
         max: usize,
     },
-    /// The backend has no answer.
+    /// The backend failed.
     #[error(transparent)]
     Backend(#[from] ExecServerError),
 }
 
-/// A session as others see it.
+/// State of a session.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct SessionInfo {
-    /// Its id.
+    /// Id of the session.
     pub session_id: u32,
-    /// The call that started it.
+    /// Id of the call that started it.
     pub call_id: String,
-    /// The id of its process, as the backend knows it.
+    /// Id of its process at the backend.
     pub process_id: String,
     /// Program and arguments.
     pub argv: Vec<String>,
     /// Working directory.
     pub cwd: String,
-    /// Whether it has a terminal.
+    /// Whether the command has a terminal.
     pub tty: bool,
-    /// How long ago it was started.
+    /// Time since the start.
     pub age: Duration,
-    /// It has not ended, as far as anyone can tell.
+    /// Whether the command is running, as far as is known.
     pub running: bool,
-    /// How it ended.
+    /// Exit code, if the command has ended.
     pub exit_code: Option<i32>,
-    /// Why it can no longer be followed.
+    /// Reason why the process is lost.
     pub failure: Option<String>,
-    /// Bytes that it wrote.
+    /// Number of output bytes.
     pub output_bytes: u64,
 }
 
-/// Keeps deadlines from passing, as while a person is asked something.
+/// Guard that pauses the deadlines of calls, for example during an approval prompt.
 #[derive(Debug)]
 #[must_use = "deadlines go on when it is dropped"]
 pub struct Pause(Arc<Inner>);
@@ -229,12 +229,12 @@ impl Drop for Pause {
 }
 
 impl UnifiedExec {
-    /// Tells nobody of what happens.
+    /// Creates an instance without observer events.
     pub fn new(config: UnifiedExecConfig) -> Self {
         Self::build(config, None)
     }
 
-    /// Tells `sink` of what happens.
+    /// Creates an instance that sends observer events to `sink`.
     pub fn with_sink(config: UnifiedExecConfig, sink: Arc<dyn EventSink>) -> Self {
         Self::build(config, Some(sink))
     }
@@ -256,19 +256,20 @@ impl UnifiedExec {
         }
     }
 
-    /// Limits and time windows.
+    /// The configuration.
     pub fn config(&self) -> &UnifiedExecConfig {
         &self.inner.config
     }
 
-    /// Starts a command and waits until it has ended, or its time is up.
+    /// Starts a command and waits until it ends or the yield time has elapsed.
     ///
-    /// From its start on the command is a session: a caller that stops waiting leaves it running.
+    /// The command is a session from its start. If the caller drops the future, the command
+    /// continues.
     ///
     /// # Errors
     ///
-    /// When the command cannot be started. How it ends is part of the answer, as is a connection that
-    /// is lost meanwhile.
+    /// When the command cannot be started. Its exit code, or a lost connection, is part of the
+    /// result.
     pub async fn exec_command(&self, command: ExecCommand) -> Result<Answer, UnifiedExecError> {
         let inner = &self.inner;
         let began = Instant::now();
@@ -293,11 +294,12 @@ impl UnifiedExec {
             sandbox_type,
             ..
         } = backend.start(params).await?;
-        // From here to the end of `keep` nothing waits: a process is never without a session.
+        // From here to the end of `keep` there is no await, so that a process always has a session.
         let events = match process.events() {
             Ok(events) => events,
             Err(error) => {
-                // Only a backend that hands out old handles does this. Ends with its one request.
+                // Only a backend that returns a used process handle causes this. The task ends
+                // after one request.
                 tokio::spawn(async move { process.terminate(TerminateMode::Force, false).await });
                 return Err(error.into());
             }
@@ -313,7 +315,7 @@ impl UnifiedExec {
             sandbox_type,
         };
         let session = Arc::new(Session::new(birth, &inner.config));
-        // Nobody else has it yet.
+        // This always succeeds: no other call has access to the new session.
         let interaction = session.interaction.try_lock().ok();
         reservation.keep(&session);
         let follower = Follower {
@@ -324,7 +326,7 @@ impl UnifiedExec {
             deltas: 0,
             untold: 0,
         };
-        // Ends with the process, or with the connection to it.
+        // The task ends with the process, or with its connection.
         tokio::spawn(follower.run(events));
         let deadline = Instant::now() + inner.config.exec_yield(yield_time);
         inner.collect(&session, deadline).await;
@@ -333,13 +335,13 @@ impl UnifiedExec {
         Ok(answer)
     }
 
-    /// Writes to a command, or only waits for it, and tells what came since the last answer.
+    /// Writes input to a command, or polls it. Returns the output since the last result.
     ///
-    /// Calls for one session wait for each other.
+    /// Calls for the same session are executed one after the other.
     ///
     /// # Errors
     ///
-    /// When there is no such session or its input cannot be written to.
+    /// When no session has this id, or its input cannot be written.
     pub async fn write_stdin(&self, write: WriteStdin) -> Result<Answer, UnifiedExecError> {
         let inner = &self.inner;
         let WriteStdin {
@@ -358,7 +360,7 @@ impl UnifiedExec {
             .ok_or_else(unknown)?;
         let mut input = session.interaction.lock().await;
         if inner.state.lock().store.get(session_id).is_none() {
-            // A call that was before us has reported its end.
+            // An earlier call has reported the end of the command.
             return Err(unknown());
         }
         let began = Instant::now();
@@ -396,11 +398,11 @@ impl UnifiedExec {
         Ok(answer)
     }
 
-    /// Ends a command with everything it started, and tells what came since the last answer.
+    /// Terminates a command and its descendants. Returns the output since the last result.
     ///
     /// # Errors
     ///
-    /// When there is no such session, or no answer can come.
+    /// When no session has this id, or the backend fails.
     pub async fn terminate(
         &self,
         session_id: u32,
@@ -415,7 +417,8 @@ impl UnifiedExec {
             .use_one(session_id)
             .ok_or(UnifiedExecError::UnknownSession(session_id))?;
         let began = Instant::now();
-        // Not behind a call that waits for the command: that one will see the end.
+        // Terminate before acquiring the lock: a call that holds it waits for the end of the
+        // command.
         if !session.progress.borrow().is_over() {
             session.process.terminate(mode, true).await?;
         }
@@ -428,31 +431,32 @@ impl UnifiedExec {
         Ok(answer)
     }
 
-    /// The sessions that there are, then those that have ended and can still be looked at.
+    /// Active sessions, then ended sessions that can still be queried.
     pub fn sessions(&self) -> Vec<SessionInfo> {
         let state = self.inner.state.lock();
         let all = state.store.items().chain(&state.finished);
         all.map(|session| info(session)).collect()
     }
 
-    /// The process of a session, also of one that has ended and can still be looked at.
+    /// Process of a session. The session may have ended if it can still be queried.
     pub fn process(&self, session_id: u32) -> Option<Arc<dyn ExecProcess>> {
         let session = self.inner.find(session_id)?;
         Some(Arc::clone(&session.process))
     }
 
-    /// Head and tail of all that a session wrote, also of one that can still be looked at.
+    /// Head and tail of a session's complete output. The session may have ended if it can still be
+    /// queried.
     pub fn transcript(&self, session_id: u32) -> Option<HeadTail> {
         Some(self.inner.find(session_id)?.transcript())
     }
 
-    /// Keeps the deadlines of all calls from passing until the guard is dropped. Commands go on.
+    /// Pauses the deadlines of all calls until the guard is dropped. Commands continue.
     pub fn pause(&self) -> Pause {
         self.inner.paused.send_modify(|count| *count += 1);
         Pause(Arc::clone(&self.inner))
     }
 
-    /// Ends all commands with everything they started.
+    /// Terminates all commands and their descendants.
     pub async fn shutdown(&self) {
         let sessions = self.inner.state.lock().store.drain();
         for session in sessions {
@@ -488,7 +492,7 @@ impl Inner {
     fn reserve(self: &Arc<Self>) -> Result<Reservation, UnifiedExecError> {
         let mut state = self.state.lock();
         let max = IDS.len();
-        // Far from full, so that a free one is found in a few tries.
+        // At most half of the ids are used, so that a free one is found in a few attempts.
         if state.store.len() > max / 2 {
             return Err(UnifiedExecError::TooManySessions { max });
         }
@@ -514,7 +518,7 @@ impl Inner {
         }
     }
 
-    /// Unlike that of any other session, also of another user of the same server.
+    /// Process id that is unique among all users of the same server.
     fn process_id(&self, id: u32) -> String {
         match self.config.ids {
             IdSource::Random => format!("{id}-{}", uuid::Uuid::new_v4()),
@@ -538,7 +542,7 @@ impl Inner {
             let is_paused = *paused.borrow_and_update() > 0;
             if is_paused && until.is_none() {
                 let since = Instant::now();
-                // Senders live as long as what they belong to, and we hold both.
+                // Neither wait fails: `session` and `self` keep the senders open.
                 tokio::select! {
                     _ = progress.wait_for(|progress| !progress.is_running()) => {}
                     _ = paused.wait_for(|count| *count == 0) => {}
@@ -556,7 +560,8 @@ impl Inner {
         }
     }
 
-    /// What there is to tell now; a command whose end is told is no session any more.
+    /// Creates the result of a call. Removes a command from the sessions if the result reports its
+    /// end.
     fn answer(
         &self,
         session: &Arc<Session>,
@@ -564,7 +569,8 @@ impl Inner {
         max_output_tokens: Option<usize>,
         input: InputStatus,
     ) -> Answer {
-        // Before the output: what comes later belongs to the next answer.
+        // Read the state before the output, so that output after this point is part of the next
+        // result.
         let Progress { exit, failure, .. } = session.progress.borrow().clone();
         let running = exit.is_none() && failure.is_none();
         let (window, has_gaps) = session.take_window();
@@ -588,7 +594,7 @@ impl Inner {
         }
     }
 
-    /// Takes a command that has ended out of the store.
+    /// Moves an ended command from the sessions to the finished ones.
     fn finish(&self, session: &Arc<Session>) {
         let mut state = self.state.lock();
         let is_there = state
@@ -612,13 +618,13 @@ impl Drop for Inner {
             return;
         };
         for session in sessions {
-            // Ends with its one request.
+            // The task ends after one request.
             runtime.spawn(async move { session.end().await });
         }
     }
 }
 
-/// An id whose command is being started; free again if that fails.
+/// Reserved id of a command that is being started. Dropping it releases the id if the start failed.
 struct Reservation {
     inner: Arc<Inner>,
     id: u32,
@@ -637,7 +643,7 @@ impl Reservation {
         if let Some(removed) = removed {
             let id = removed.id;
             tracing::info!(session = id, "ending a command to make room for another");
-            // Ends with its one request.
+            // The task ends after one request.
             tokio::spawn(async move { removed.end().await });
         }
     }

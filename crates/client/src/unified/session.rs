@@ -1,7 +1,7 @@
-//! One command: its process, its output, and the task that follows it.
+//! One unified-exec session: process, output buffer, follower task.
 //!
-//! Owns the buffers and what is known of the end. The task is the only one that writes to either;
-//! calls read what there is. Knows nothing of other sessions.
+//! Only the follower task changes the output and the progress; calls read them. A session is
+//! independent of other sessions.
 
 use std::sync::Arc;
 
@@ -23,10 +23,10 @@ use crate::backend::ExecProcess;
 use crate::error::ExecServerError;
 use crate::event::{ExecProcessEvent, ExecProcessEvents, ProcessExit};
 
-/// The exit code of a command whose end nobody saw.
+/// Exit code for a command whose real exit code is unknown.
 const UNKNOWN_EXIT: i32 = -1;
 
-/// One command.
+/// Running or ended command.
 #[derive(Debug)]
 pub(super) struct Session {
     pub(super) id: u32,
@@ -39,52 +39,53 @@ pub(super) struct Session {
     pub(super) sandbox_type: Option<SandboxType>,
     pub(super) started: Instant,
     output: Mutex<Output>,
-    /// Told of the exit and of the end, not of output: an answer waits for nothing else.
+    /// Notifies waiting calls of the exit and the end of output. New output causes no notification,
+    /// because no call waits for it.
     pub(super) progress: watch::Sender<Progress>,
-    /// Held by whoever writes to the command or waits for its output: one call at a time.
+    /// Locked by the call that writes input or waits for output: one call at a time.
     pub(super) interaction: tokio::sync::Mutex<Input>,
 }
 
-/// What was written, twice: for the next answer, and for the end.
+/// Output buffers: one for the next result, one for the complete output.
 #[derive(Debug)]
 struct Output {
     window: HeadTail,
     transcript: HeadTail,
-    /// Something of the window went missing on its way.
+    /// Whether output of the window was lost.
     has_gaps: bool,
 }
 
-/// What is known of the end.
+/// Exit and end-of-output state of a process.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Progress {
-    /// How the process ended, and when we learned of it.
+    /// Exit of the process, and when it was reported.
     pub(super) exit: Option<(ProcessExit, Instant)>,
-    /// No more output will come.
+    /// The output has ended.
     pub(super) closed: bool,
-    /// Why it can no longer be followed.
+    /// Reason why the process is lost.
     pub(super) failure: Option<String>,
 }
 
 impl Progress {
-    /// There is nothing to wait for any more.
+    /// Whether no more events will follow.
     pub(super) fn is_over(&self) -> bool {
         self.closed || self.failure.is_some()
     }
 
-    /// The process goes on, as far as anyone can tell.
+    /// Whether the process is running, as far as is known.
     pub(super) fn is_running(&self) -> bool {
         self.exit.is_none() && !self.is_over()
     }
 }
 
-/// Input on its way to the process.
+/// State of the input of a process.
 #[derive(Debug, Default)]
 pub(super) struct Input {
-    /// A write that the process has not made room for yet. Ends with the process.
+    /// A write that the process has not accepted yet. The task ends with the process.
     pending: Option<JoinHandle<Result<WriteStatus, ExecServerError>>>,
 }
 
-/// What a session is made of.
+/// Arguments of a new session.
 pub(super) struct Birth {
     pub(super) id: u32,
     pub(super) call_id: String,
@@ -138,24 +139,24 @@ impl Session {
         }
     }
 
-    /// What came since it was last asked for, and whether something of it went missing.
+    /// Takes the output since the last call, and whether output was lost.
     pub(super) fn take_window(&self) -> (HeadTail, bool) {
         let mut output = self.output.lock();
         let has_gaps = std::mem::take(&mut output.has_gaps);
         (output.window.take(), has_gaps)
     }
 
-    /// Head and tail of all that came.
+    /// Head and tail of the complete output.
     pub(super) fn transcript(&self) -> HeadTail {
         self.output.lock().transcript.clone()
     }
 
-    /// How many bytes came, kept or not.
+    /// Number of output bytes, including omitted ones.
     pub(super) fn output_bytes(&self) -> u64 {
         self.output.lock().transcript.total_bytes()
     }
 
-    /// Whether the sandbox was in its way, once it has ended.
+    /// Sandbox denial of the command, after it has exited.
     pub(super) fn denial(&self, config: &UnifiedExecConfig) -> Option<DenialReport> {
         let (exit, at) = self.progress.borrow().exit.clone()?;
         let early = at.saturating_duration_since(self.started) <= config.early_exit;
@@ -163,7 +164,8 @@ impl Session {
         denial::report(&exit, self.sandbox_type, text, early)
     }
 
-    /// Writes, and returns when the process has taken it, at the deadline, or at its end.
+    /// Writes input. Returns when the process has accepted it, at the deadline, or at the end of
+    /// the process.
     pub(super) async fn write(
         &self,
         input: &mut Input,
@@ -177,7 +179,7 @@ impl Session {
             input.pending = None;
         }
         let process = Arc::clone(&self.process);
-        // A task of its own: a caller that stops waiting must not cut the input in two.
+        // A separate task, so that dropping the call does not interrupt a write half-way.
         let mut write = tokio::spawn(async move { process.write(chars).await });
         let mut progress = self.progress.subscribe();
         let written = tokio::select! {
@@ -197,12 +199,12 @@ impl Session {
                 Ok(Wrote::Status(InputStatus::Closed))
             }
             Some(Ok(Err(error))) => Err(error),
-            // Only when the runtime shuts down.
+            // The task fails only if the runtime shuts down.
             Some(Err(error)) => Err(ExecServerError::Closed(error.to_string().into())),
         }
     }
 
-    /// Ends the process and everything it started.
+    /// Terminates the process and its descendants.
     pub(super) async fn end(&self) {
         if self.progress.borrow().is_over() {
             return;
@@ -214,34 +216,34 @@ impl Session {
     }
 }
 
-/// What became of a write.
+/// Result of a write.
 pub(super) enum Wrote {
     Status(InputStatus),
-    /// Earlier input still waits.
+    /// Earlier input is still pending.
     Refused,
-    /// The server is not ready to take it.
+    /// The server does not accept input yet.
     Starting,
 }
 
-/// Follows a process to its end; this is the only consumer of its events.
+/// Task that consumes the events of a process until its end.
 pub(super) struct Follower {
     pub(super) session: Arc<Session>,
     pub(super) sink: Option<Arc<dyn EventSink>>,
     pub(super) config: Arc<UnifiedExecConfig>,
     pub(super) joiner: Joiner,
-    /// How many deltas have been told.
+    /// Number of deltas sent to the sink.
     pub(super) deltas: u64,
-    /// Bytes that were not.
+    /// Number of bytes not sent as deltas.
     pub(super) untold: u64,
 }
 
 impl Follower {
-    /// Ends when the process's log is closed, when it can no longer be followed, or when its output
-    /// stays open for too long after its end.
+    /// Runs until the process's log is closed, the process is lost, or the output stays open too
+    /// long after the exit.
     pub(super) async fn run(mut self, mut events: ExecProcessEvents) {
         self.tell_begin().await;
         let mut end_told = false;
-        // When silence means that nothing more will come.
+        // Deadline after which the output is considered ended, if none arrives before.
         let mut patience: Option<Instant> = None;
         loop {
             let event = match patience {
@@ -302,7 +304,7 @@ impl Follower {
         }
     }
 
-    /// Keeps output for answers and tells of it.
+    /// Adds output to the buffers and sends it to the sink.
     async fn take(&mut self, stream: Stream, mut bytes: Bytes, end_told: bool) {
         if bytes.is_empty() {
             return;
@@ -328,7 +330,7 @@ impl Follower {
         self.untold += bytes.len() as u64;
     }
 
-    /// Passes on what is left, then says that it was the last.
+    /// Adds the remaining bytes, then updates the progress.
     async fn close(&mut self, say: impl FnOnce(&mut Progress)) {
         let rest: Vec<_> = self.joiner.finish().collect();
         for (stream, bytes) in rest {
@@ -358,7 +360,8 @@ impl Follower {
         };
         let session = &self.session;
         let duration = session.started.elapsed();
-        // After whatever a call in progress has to tell; it ends soon, because the process has.
+        // Wait for the events of a call in progress. It returns soon, because the process has
+        // ended.
         let _interaction = session.interaction.lock().await;
         let progress = session.progress.borrow().clone();
         let event = UnifiedEvent::End {

@@ -1,7 +1,6 @@
-//! Which sessions there are, and which one must make room for another.
+//! Session table with least-recently-used eviction.
 //!
-//! Owns the ids, the order of use and the rule. Knows nothing of processes: what it must know of
-//! them is asked for.
+//! Manages the ids and the order of use. It accesses processes only through [`Candidate`].
 
 use std::collections::BTreeMap;
 
@@ -10,7 +9,7 @@ use std::collections::BTreeMap;
 pub(super) struct Store<T> {
     /// `None` while the process is being started.
     slots: BTreeMap<u32, Slot<T>>,
-    /// Counts uses.
+    /// Counter of uses.
     uses: u64,
     limit: usize,
     protected: usize,
@@ -22,16 +21,17 @@ struct Slot<T> {
     used: u64,
 }
 
-/// What the rule must know of a session.
+/// Session properties that the eviction rule needs.
 pub(super) trait Candidate {
-    /// Its process has ended.
+    /// Whether the process has exited.
     fn has_exited(&self) -> bool;
-    /// Somebody is using it right now.
+    /// Whether a call is using the session.
     fn is_busy(&self) -> bool;
 }
 
 impl<T: Candidate + Clone> Store<T> {
-    /// For `limit` sessions, the `protected` most recently used of which never make room.
+    /// Creates a table for `limit` sessions. The `protected` most recently used ones are never
+    /// evicted.
     pub(super) fn new(limit: usize, protected: usize) -> Self {
         Self {
             slots: BTreeMap::new(),
@@ -41,28 +41,28 @@ impl<T: Candidate + Clone> Store<T> {
         }
     }
 
-    /// Whether an id is taken.
+    /// Whether an id is in use.
     pub(super) fn contains(&self, id: u32) -> bool {
         self.slots.contains_key(&id)
     }
 
-    /// Sessions and reservations.
+    /// Number of sessions and reservations.
     pub(super) fn len(&self) -> usize {
         self.slots.len()
     }
 
-    /// Takes an id that is free.
+    /// Reserves a free id.
     pub(super) fn reserve(&mut self, id: u32) {
         let used = self.next_use();
         self.slots.insert(id, Slot { item: None, used });
     }
 
-    /// Gives an id up, and whatever is there.
+    /// Removes an id and its session.
     pub(super) fn remove(&mut self, id: u32) -> Option<T> {
         self.slots.remove(&id)?.item
     }
 
-    /// Fills a reserved id; the session that makes room is returned.
+    /// Stores a session under a reserved id. Returns the evicted session, if any.
     pub(super) fn insert(&mut self, id: u32, item: T) -> Option<T> {
         let running = self.slots.values().filter(|slot| slot.item.is_some());
         let victim = if running.count() >= self.limit {
@@ -77,7 +77,7 @@ impl<T: Candidate + Clone> Store<T> {
         removed
     }
 
-    /// The session with this id, which counts as a use of it.
+    /// The session with this id; counts as a use.
     pub(super) fn use_one(&mut self, id: u32) -> Option<T> {
         let used = self.next_use();
         let slot = self.slots.get_mut(&id)?;
@@ -91,12 +91,12 @@ impl<T: Candidate + Clone> Store<T> {
         self.slots.get(&id)?.item.as_ref()
     }
 
-    /// All sessions, by id.
+    /// All sessions, ordered by id.
     pub(super) fn items(&self) -> impl Iterator<Item = &T> {
         self.slots.values().filter_map(|slot| slot.item.as_ref())
     }
 
-    /// Empties it.
+    /// Removes and returns all sessions.
     pub(super) fn drain(&mut self) -> Vec<T> {
         std::mem::take(&mut self.slots)
             .into_values()
@@ -109,9 +109,9 @@ impl<T: Candidate + Clone> Store<T> {
         self.uses
     }
 
-    /// Which session goes: of those that are not protected the least recently used that has exited,
-    /// or else the least recently used at all, but none that is in use. Rather than a live one while
-    /// an exited one is in use for a moment, none.
+    /// Chooses the session to evict: among the unprotected sessions the least recently used one
+    /// that has exited, otherwise the least recently used one. A session in use is never evicted.
+    /// If all exited ones are in use, none is evicted, because one of them will be free soon.
     fn victim(&self) -> Option<u32> {
         let mut order: Vec<(u64, u32, &T)> = self
             .slots
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_recently_used_goes() {
+    fn insert_evicts_the_least_recently_used_session() {
         let mut store = full((1..=4).map(fake));
         assert!(store.use_one(1).is_some());
         assert_eq!(store.insert(5, fake(5)).unwrap().id, 2);
@@ -182,19 +182,19 @@ mod tests {
     }
 
     #[test]
-    fn one_that_has_exited_goes_before_older_live_ones() {
+    fn insert_evicts_exited_session_before_older_running_one() {
         let exited = |id| Fake {
             exited: true,
             ..fake(id)
         };
         let mut store = full([fake(1), exited(2), fake(3), exited(4)]);
         assert_eq!(store.insert(5, fake(5)).unwrap().id, 2);
-        // The other one that has exited is among the most recent two, hence protected.
+        // The other exited session is one of the two most recently used ones, hence protected.
         assert_eq!(store.insert(6, fake(6)).unwrap().id, 1);
     }
 
     #[test]
-    fn none_that_is_in_use_goes() {
+    fn insert_never_evicts_a_session_in_use() {
         let busy = |id, exited| Fake {
             id,
             exited,
@@ -202,14 +202,14 @@ mod tests {
         };
         let mut store = full([busy(1, false), fake(2), fake(3), fake(4)]);
         assert_eq!(store.insert(5, fake(5)).unwrap().id, 2);
-        // While one that has exited is in use the limit may be exceeded.
+        // The limit may be exceeded while an exited session is in use.
         let mut store = full([fake(1), busy(2, true), fake(3), fake(4)]);
         assert_eq!(store.insert(5, fake(5)), None);
         assert_eq!(store.len(), 5);
     }
 
     #[test]
-    fn reservations_take_an_id_but_no_place() {
+    fn reservations_do_not_count_towards_the_session_limit() {
         let mut store = full((1..=3).map(fake));
         for id in 10..20 {
             store.reserve(id);

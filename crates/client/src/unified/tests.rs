@@ -1,4 +1,4 @@
-//! Unified exec on a scripted backend, under a clock that only moves when everything waits.
+//! Tests of unified exec with a scripted backend and a paused clock.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,7 +18,7 @@ use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit
 
 type Script = Box<dyn FnOnce(Arc<Fake>) -> BoxFuture<'static, ()> + Send>;
 
-/// Starts processes that do what they are told.
+/// Backend that starts scripted processes.
 #[derive(Default)]
 struct FakeBackend {
     scripts: Mutex<VecDeque<Script>>,
@@ -39,7 +39,7 @@ struct Fake {
     source: Mutex<Option<mpsc::UnboundedReceiver<ExecProcessEvent>>>,
     written: mpsc::UnboundedSender<String>,
     writes: tokio::sync::Mutex<mpsc::UnboundedReceiver<String>>,
-    /// Writes wait for ever.
+    /// Writes never complete.
     deaf: AtomicBool,
     stdin_closed: AtomicBool,
     terminated: AtomicBool,
@@ -82,7 +82,7 @@ impl Fake {
         });
     }
 
-    /// What is written next, signals included.
+    /// The next input or signal that the process received.
     async fn written(&self) -> String {
         self.writes.lock().await.recv().await.unwrap()
     }
@@ -256,7 +256,7 @@ fn millis(millis: u64) -> Duration {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_command_that_ends_is_answered_at_once() {
+async fn exec_command_returns_when_the_command_ends() {
     let mut test = Test::new();
     test.script(|fake| async move {
         fake.out("hello\n");
@@ -299,7 +299,7 @@ async fn a_command_that_ends_is_answered_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_command_that_goes_on_is_answered_when_its_window_ends() {
+async fn exec_command_returns_session_id_when_yield_time_ends() {
     for (asked, waited) in [(0, 250), (250, 250), (7_000, 7_000), (90_000, 30_000)] {
         let test = Test::new();
         test.script(|fake| async move {
@@ -320,7 +320,7 @@ async fn a_command_that_goes_on_is_answered_when_its_window_ends() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_process_that_dies_during_a_poll_ends_the_poll() {
+async fn poll_returns_when_the_process_exits() {
     let test = Test::new();
     test.script(|fake| async move {
         tokio::time::sleep(millis(2_000)).await;
@@ -339,7 +339,7 @@ async fn a_process_that_dies_during_a_poll_ends_the_poll() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn polls_wait_within_their_own_bounds() {
+async fn poll_yield_time_is_clamped_to_poll_limits() {
     let mut test = Test::with(|config| config.max_poll = millis(60_000));
     test.script(|fake| async move {
         std::future::pending::<()>().await;
@@ -366,7 +366,7 @@ async fn polls_wait_within_their_own_bounds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn writes_reach_a_terminal_and_only_what_is_new_is_shown() {
+async fn write_stdin_reaches_terminal_and_returns_new_output() {
     let test = Test::new();
     test.script(|fake| async move {
         fake.output(Stream::Pty, "name? ");
@@ -382,7 +382,7 @@ async fn writes_reach_a_terminal_and_only_what_is_new_is_shown() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn output_settles_after_a_write_however_short_the_window() {
+async fn write_stdin_waits_for_output_to_settle() {
     let test = Test::with(|config| config.min_yield = Duration::ZERO);
     test.script(|fake| async move {
         fake.written().await;
@@ -397,7 +397,7 @@ async fn output_settles_after_a_write_however_short_the_window() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn control_c_interrupts_where_there_is_no_terminal() {
+async fn interrupt_without_terminal_sends_a_signal() {
     let mut test = Test::new();
     test.script(|fake| async move {
         assert_eq!(fake.written().await, "Interrupt Group");
@@ -411,7 +411,7 @@ async fn control_c_interrupts_where_there_is_no_terminal() {
     let answer = test.write(1000, INTERRUPT, 250).await;
     assert_eq!(answer.exit_code, Some(130));
     assert_eq!(answer.wall_time, Duration::ZERO);
-    // A refused write is no interaction, an interrupt is one.
+    // A rejected write causes no interaction event, an interrupt causes one.
     test.event().await;
     let told = test.event().await;
     assert!(
@@ -425,7 +425,7 @@ async fn control_c_interrupts_where_there_is_no_terminal() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn control_c_is_a_character_where_there_is_a_terminal() {
+async fn interrupt_with_terminal_writes_the_character() {
     let test = Test::new();
     test.script(|fake| async move {
         assert_eq!(fake.written().await, INTERRUPT);
@@ -437,7 +437,7 @@ async fn control_c_is_a_character_where_there_is_a_terminal() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_does_not_wait_long_for_output_that_stays_open() {
+async fn exec_command_returns_soon_after_exit_if_output_stays_open() {
     let mut test = Test::new();
     test.script(|fake| async move {
         fake.out("main\n");
@@ -465,9 +465,9 @@ async fn an_answer_does_not_wait_long_for_output_that_stays_open() {
         }
     }
     assert_eq!(told, b"main\ntrailing\n");
-    // 140 ms after the start: a hundred of silence.
+    // 140 ms after the start: 100 ms without output.
     assert_eq!(before.elapsed(), millis(90));
-    // What holds the output open is ended in the end.
+    // The processes that hold the output open are terminated later.
     let fake = test.fake(0);
     while !fake.terminated.load(Ordering::Relaxed) {
         tokio::time::sleep(millis(500)).await;
@@ -476,7 +476,7 @@ async fn an_answer_does_not_wait_long_for_output_that_stays_open() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn streams_are_told_apart_and_characters_kept_whole() {
+async fn streams_are_separated_and_characters_joined() {
     let mut test = Test::new();
     test.script(|fake| async move {
         let euro = "€".as_bytes();
@@ -506,7 +506,7 @@ async fn streams_are_told_apart_and_characters_kept_whole() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_window_that_ends_inside_a_character_shows_it_in_the_next() {
+async fn character_split_between_results_is_in_the_second_one() {
     let test = Test::new();
     test.script(|fake| async move {
         let euro = "€".as_bytes();
@@ -521,7 +521,7 @@ async fn a_window_that_ends_inside_a_character_shows_it_in_the_next() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn many_deltas_are_cut_short_and_the_rest_is_counted() {
+async fn deltas_are_limited_and_remaining_bytes_counted() {
     let mut test = Test::with(|config| {
         config.max_deltas = 10;
         config.delta_bytes = 100;
@@ -556,7 +556,7 @@ async fn many_deltas_are_cut_short_and_the_rest_is_counted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lost_connection_is_told_with_what_came_before() {
+async fn lost_connection_is_reported_with_earlier_output() {
     let mut test = Test::new();
     test.script(|fake| async move {
         fake.out("before\n");
@@ -595,7 +595,7 @@ async fn a_lost_connection_is_told_with_what_came_before() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn seventy_sessions_leave_sixty_four_and_the_right_ones_go() {
+async fn inserting_beyond_limit_evicts_exited_then_least_recently_used() {
     let test = Test::new();
     for number in 0..70u32 {
         let exits = number == 20 || number == 30;
@@ -609,7 +609,7 @@ async fn seventy_sessions_leave_sixty_four_and_the_right_ones_go() {
         });
         assert_eq!(test.exec(PIPES, 250).await.session_id, Some(1000 + number));
         if number == 40 {
-            // The oldest is used again, so the second oldest is the first to go.
+            // Using the oldest session makes the second oldest the first to be evicted.
             test.write(1000, "", 0).await;
         }
     }
@@ -636,7 +636,7 @@ async fn seventy_sessions_leave_sixty_four_and_the_right_ones_go() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_caller_that_stops_waiting_leaves_the_command_running() {
+async fn dropping_the_call_leaves_the_command_running() {
     let test = Test::new();
     test.script(|fake| async move {
         fake.out("working\n");
@@ -655,7 +655,7 @@ async fn a_caller_that_stops_waiting_leaves_the_command_running() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn dropping_the_last_handle_ends_everything() {
+async fn dropping_the_last_clone_terminates_all_commands() {
     let test = Test::new();
     test.script(|fake| async move {
         std::future::pending::<()>().await;
@@ -670,7 +670,7 @@ async fn dropping_the_last_handle_ends_everything() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn calls_for_one_session_wait_for_each_other() {
+async fn calls_for_one_session_run_one_after_the_other() {
     let test = Test::new();
     test.script(|fake| async move {
         for _ in 0..2 {
@@ -687,7 +687,7 @@ async fn calls_for_one_session_wait_for_each_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn input_that_is_not_read_does_not_hold_a_call_for_ever() {
+async fn write_stdin_returns_pending_if_input_is_not_read() {
     let test = Test::new();
     test.script(|fake| async move {
         fake.deaf.store(true, Ordering::Relaxed);
@@ -707,7 +707,7 @@ async fn input_that_is_not_read_does_not_hold_a_call_for_ever() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn input_after_the_end_is_stated() {
+async fn write_stdin_reports_closed_input() {
     let test = Test::new();
     test.script(|fake| async move {
         fake.stdin_closed.store(true, Ordering::Relaxed);
@@ -722,7 +722,7 @@ async fn input_after_the_end_is_stated() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn deadlines_stand_still_while_paused() {
+async fn deadline_is_extended_while_paused() {
     let test = Test::new();
     test.script(|fake| async move {
         std::future::pending::<()>().await;
@@ -739,7 +739,7 @@ async fn deadlines_stand_still_while_paused() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_end_is_seen_while_paused() {
+async fn exit_is_reported_while_paused() {
     let test = Test::new();
     test.script(|fake| async move {
         tokio::time::sleep(millis(100)).await;
@@ -751,7 +751,7 @@ async fn the_end_is_seen_while_paused() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn denials_are_reported_early_or_late() {
+async fn sandbox_denial_is_reported_as_early_or_late() {
     for (after, early) in [(100, true), (200, false)] {
         let mut test = Test::new();
         Arc::get_mut(&mut test.backend).unwrap().sandbox = Some(SandboxType::LinuxSeccomp);
@@ -773,7 +773,7 @@ async fn denials_are_reported_early_or_late() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn terminating_a_session_tells_its_last_output() {
+async fn terminate_returns_remaining_output() {
     let test = Test::with(|config| config.finished_sessions = 1);
     test.script(|fake| async move {
         fake.out("one");
@@ -788,7 +788,7 @@ async fn terminating_a_session_tells_its_last_output() {
         .await;
     let ended = ended.unwrap();
     assert_eq!((ended.exit_code, ended.output.as_str()), (Some(137), "two"));
-    // It can still be looked at, until another takes its place.
+    // The session can be queried until another ended one replaces it.
     assert_eq!(test.unified.transcript(1000).unwrap().text(), "onetwo");
     assert!(test.unified.process(1000).is_some());
     test.script(|fake| async move {
@@ -801,7 +801,7 @@ async fn terminating_a_session_tells_its_last_output() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn prepared_requests_are_sent_as_they_are() {
+async fn prepared_launch_sends_the_request_unchanged() {
     let test = Test::new();
     test.script(|fake| async move {
         fake.exit(0);
@@ -826,7 +826,7 @@ async fn prepared_requests_are_sent_as_they_are() {
 }
 
 #[tokio::test]
-async fn random_ids_stay_in_their_range() {
+async fn random_session_ids_stay_in_range() {
     let unified = UnifiedExec::new(UnifiedExecConfig::default());
     for _ in 0..1000 {
         let reservation = unified.inner.reserve().unwrap();
@@ -834,6 +834,6 @@ async fn random_ids_stay_in_their_range() {
         let process = unified.inner.process_id(reservation.id);
         assert!(process.starts_with(&format!("{}-", reservation.id)));
     }
-    // Given up as soon as they were dropped.
+    // Each reservation was released when it was dropped.
     assert_eq!(unified.inner.state.lock().store.len(), 0);
 }

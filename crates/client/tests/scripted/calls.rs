@@ -15,7 +15,7 @@ async fn list(client: &ExecServerClient) -> Result<usize, ExecServerError> {
         .len())
 }
 
-/// Whether the connection still carries requests.
+/// Checks that the connection still carries requests.
 async fn check_alive(client: &ExecServerClient, server: &mut Server) {
     let served = server.serve("process/list", json!({"processes": []}));
     let (listed, _) = tokio::join!(list(client), soon(served));
@@ -23,7 +23,7 @@ async fn check_alive(client: &ExecServerClient, server: &mut Server) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn errors_of_the_server_keep_code_and_message() {
+async fn server_error_keeps_code_and_message() {
     let (client, mut server) = connected(&[]).await;
     let script = async {
         let request = server.expect("process/list").await;
@@ -36,7 +36,7 @@ async fn errors_of_the_server_keep_code_and_message() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_of_the_wrong_shape_fails_its_call_alone() {
+async fn malformed_response_fails_only_its_call() {
     let (client, mut server) = connected(&[]).await;
     let script = server.serve("process/list", json!({"processes": 7}));
     let (listed, _) = tokio::join!(list(&client), script);
@@ -51,7 +51,7 @@ async fn an_answer_of_the_wrong_shape_fails_its_call_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn calls_have_a_deadline_and_a_late_answer_harms_nobody() {
+async fn call_times_out_and_late_response_is_ignored() {
     let (client, mut server) = connected(&[]).await;
     let start = Instant::now();
     let (listed, request) = tokio::join!(soon(list(&client)), server.expect("process/list"));
@@ -68,7 +68,7 @@ async fn calls_have_a_deadline_and_a_late_answer_harms_nobody() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn calls_that_wait_have_more_time() {
+async fn waiting_call_gets_a_longer_timeout() {
     let (client, mut server) = connected(&[]).await;
     let params = ReadParams {
         process_id: "p".to_owned(),
@@ -87,7 +87,7 @@ async fn calls_that_wait_have_more_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lost_connection_fails_all_calls() {
+async fn lost_connection_fails_all_calls() {
     let (client, mut server) = connected(&[]).await;
     let script = async {
         server.expect("process/list").await;
@@ -110,7 +110,7 @@ async fn a_lost_connection_fails_all_calls() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn malformed_messages_end_the_connection() {
+async fn malformed_message_closes_the_connection() {
     for text in [
         "{",
         "[]",
@@ -134,7 +134,7 @@ async fn malformed_messages_end_the_connection() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_it_does_not_know_it_ignores() {
+async fn unknown_notifications_and_stray_responses_are_ignored() {
     let (client, mut server) = connected(&[]).await;
     server.notify("moon/rose", json!({"full": true})).await;
     server.output(1, "of a process that nobody started").await;
@@ -149,7 +149,7 @@ async fn what_it_does_not_know_it_ignores() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_of_the_server_are_refused_politely() {
+async fn unsupported_server_requests_get_an_error_response() {
     let (_client, mut server) = connected(&[]).await;
     server
         .send(json!({"id": "q", "method": "moon/phase", "params": {}}))

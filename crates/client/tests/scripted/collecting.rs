@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use crate::server::{soon, started};
 
 #[tokio::test(start_paused = true)]
-async fn collects_until_the_end() {
+async fn output_collects_both_streams_until_closed() {
     let (_client, mut server, started) = started(&[]).await;
     let script = async {
         server.output(1, "out").await;
@@ -31,7 +31,7 @@ async fn collects_until_the_end() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_deadline_returns_what_there_is() {
+async fn output_returns_partial_result_at_deadline() {
     let (_client, mut server, started) = started(&[]).await;
     server.output(1, "so far").await;
     let mut options = CollectOptions::default();
@@ -50,7 +50,7 @@ async fn a_deadline_returns_what_there_is() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn output_that_is_never_closed_does_not_hang_after_the_exit() {
+async fn output_returns_after_exit_if_streams_stay_open() {
     let (_client, mut server, started) = started(&[]).await;
     server.exited(1, 0).await;
     let output = soon(started.process.output(CollectOptions::default()))
@@ -60,7 +60,7 @@ async fn output_that_is_never_closed_does_not_hang_after_the_exit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_beyond_the_limit_is_counted() {
+async fn output_beyond_limit_is_counted_as_omitted() {
     let (_client, mut server, started) = started(&[]).await;
     server.output(1, "abcdef").await;
     server.output(2, "gh").await;
@@ -75,7 +75,7 @@ async fn what_is_beyond_the_limit_is_counted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lost_connection_is_an_error() {
+async fn output_fails_if_the_connection_is_lost() {
     let (_client, mut server, started) = started(&[]).await;
     server.output(1, "a").await;
     drop(server);
@@ -83,9 +83,9 @@ async fn a_lost_connection_is_an_error() {
     assert!(matches!(output, Err(ExecServerError::Closed(_))));
 }
 
-/// A server like `cat`, which reads nothing while its own output does not move.
+/// Scripted server that behaves like `cat`: it reads no input while its output is blocked.
 #[tokio::test(start_paused = true)]
-async fn input_and_output_do_not_wait_for_each_other() {
+async fn communicate_does_not_deadlock_on_large_input() {
     let (_client, mut server, started) = started(&["process/closeStdin"]).await;
     let input = Bytes::from(vec![b'x'; 9 << 20]);
     let script = async {
@@ -118,7 +118,7 @@ async fn input_and_output_do_not_wait_for_each_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_process_that_does_not_want_its_input_is_no_error() {
+async fn communicate_accepts_closed_stdin() {
     let (_client, mut server, started) = started(&["process/closeStdin"]).await;
     let script = async {
         server
@@ -135,7 +135,7 @@ async fn a_process_that_does_not_want_its_input_is_no_error() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_process_that_ends_while_we_write_ends_the_writing() {
+async fn communicate_stops_writing_when_the_process_ends() {
     let (_client, mut server, started) = started(&["process/closeStdin"]).await;
     let script = async {
         let unanswered = server.expect("process/write").await;

@@ -1,4 +1,4 @@
-//! Questions of the server about hosts, and who answers them.
+//! Network policy requests of the server and their decisions by the client.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -16,11 +16,11 @@ use tokio::sync::Notify;
 
 use crate::server::{Server, connected, soon, start_params};
 
-/// Says yes to `yes.test`, nothing at all to `slow.test`, and no to others.
+/// Decider that allows `yes.test`, never decides about `slow.test`, and denies other hosts.
 #[derive(Debug, Default)]
 struct Decider {
     told: Mutex<Vec<String>>,
-    /// Lets `later.test` have its answer.
+    /// Releases the decision about `later.test`.
     later: Notify,
 }
 
@@ -86,7 +86,7 @@ fn no() -> Value {
 }
 
 #[tokio::test(start_paused = true)]
-async fn questions_are_answered_by_whoever_decides() {
+async fn policy_request_gets_the_decision_of_the_decider() {
     let (_client, mut server, decider, _started) = decided().await;
     for (host, expected) in [
         ("yes.test", json!({"type": "allow"})),
@@ -117,7 +117,7 @@ async fn questions_are_answered_by_whoever_decides() {
         "host": "told.test", "port": 80, "policyOverride": false,
     });
     server.notify("network/policyDecision", decision).await;
-    // One that cannot be read costs nothing.
+    // A malformed notification is ignored.
     server
         .notify("network/policyDecision", json!({"processId": "p"}))
         .await;
@@ -127,12 +127,12 @@ async fn questions_are_answered_by_whoever_decides() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_waits_for_an_answer_and_not_too_many_wait() {
+async fn policy_requests_run_concurrently_up_to_a_limit() {
     let (_client, mut server, decider, _started) = decided().await;
     for id in 0..300 {
         ask(&mut server, json!(id), "p", "later.test").await;
     }
-    // Beyond the bound the answer is no, at once.
+    // Requests beyond the limit are denied immediately.
     let mut refused = 0;
     while refused < 44 {
         let answer = soon(server.next()).await.unwrap();
@@ -147,7 +147,7 @@ async fn nothing_waits_for_an_answer_and_not_too_many_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_end_of_a_process_is_the_end_of_its_questions() {
+async fn process_end_denies_pending_policy_requests() {
     let (_client, mut server, _decider, started) = decided().await;
     let _events = started.process.events().unwrap();
     ask(&mut server, json!(1), "p", "later.test").await;
@@ -158,7 +158,7 @@ async fn the_end_of_a_process_is_the_end_of_its_questions() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_decider_takes_a_request_that_says_so() {
+async fn decider_without_policy_timeout_in_request_is_rejected() {
     let (client, _server) = connected(&[]).await;
     for params in [start_params(), asking(None), asking(Some(0))] {
         let decider = Arc::new(Decider::default());

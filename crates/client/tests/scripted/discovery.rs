@@ -1,4 +1,4 @@
-//! What was found below roots, and when it is asked for again.
+//! Capability discovery: cached results and repeated requests.
 
 use exec_server_client::ExecServerError;
 use exec_server_client::environment::{
@@ -35,7 +35,7 @@ fn errors(found: &DiscoveredRoots) -> Vec<Option<String>> {
 }
 
 #[tokio::test]
-async fn a_fresh_handle_asks_nothing_anew() {
+async fn new_handle_of_same_environment_uses_cached_results() {
     let [first, second, other] = [
         Machine::new("first"),
         Machine::new("second"),
@@ -60,7 +60,7 @@ async fn a_fresh_handle_asks_nothing_anew() {
             ("c".into(), "c".into())
         ]
     );
-    // One request for each environment.
+    // One request per environment.
     assert_eq!(
         (first.discoveries.asked(), other.discoveries.asked()),
         (vec![2], vec![1])
@@ -72,7 +72,7 @@ async fn a_fresh_handle_asks_nothing_anew() {
     assert_eq!(errors(&again), [None, None, None]);
     assert!(!again.recovered());
     assert!(second.discoveries.asked().is_empty());
-    // Another path, another id or another policy is another root.
+    // A different path, id or policy is a different root.
     let moved = SelectedCapabilityRoot::new("a", "w", uri("/elsewhere").unwrap());
     let more = [moved, root("a2", "w"), root("a", "w")];
     cache.discover(&resolved(&manager, &more).await, None).await;
@@ -80,13 +80,13 @@ async fn a_fresh_handle_asks_nothing_anew() {
 }
 
 #[tokio::test]
-async fn what_was_lost_is_asked_again_and_what_was_wrong_is_not() {
+async fn transient_discovery_failure_is_retried_and_permanent_one_kept() {
     for (answers, lasting) in [
         (vec![Discovery::OtherId], true),
         (vec![Discovery::OtherPath], true),
         (vec![Discovery::Nothing], true),
         (vec![Discovery::Refused], true),
-        // One loss is not even noticed.
+        // A single lost connection is retried internally, so it takes two to make the call fail.
         (vec![Discovery::Cut, Discovery::Cut], false),
     ] {
         let machine = Machine::new("m");
@@ -116,7 +116,7 @@ async fn what_was_lost_is_asked_again_and_what_was_wrong_is_not() {
             if lasting { count } else { count + 1 },
             "{answers:?}"
         );
-        // A step keeps what it saw.
+        // An earlier step keeps its result.
         assert!(errors(&first)[0].is_some());
     }
     let machine = Machine::new("m");
@@ -134,7 +134,7 @@ async fn what_was_lost_is_asked_again_and_what_was_wrong_is_not() {
 }
 
 #[tokio::test]
-async fn many_roots_are_asked_for_in_parts_and_by_one() {
+async fn concurrent_discovery_of_many_roots_is_split_and_shared() {
     let machine = Machine::new("m");
     let manager =
         EnvironmentManager::resting(list(None, vec![entry("m", &machine)]), None).unwrap();
@@ -152,7 +152,7 @@ async fn many_roots_are_asked_for_in_parts_and_by_one() {
 }
 
 #[tokio::test]
-async fn policies_need_a_server_that_obeys_them() {
+async fn discovery_with_policy_requires_server_support() {
     let sandbox: Sandbox = serde_json::from_value(json!({
         "permissions": {"type": "disabled"}, "windowsSandboxLevel": "disabled",
     }))
@@ -172,14 +172,14 @@ async fn policies_need_a_server_that_obeys_them() {
             let wanted = "capabilityDiscoverySandbox";
             assert!(matches!(outcome, Err(ExecServerError::Unsupported(what)) if *what == wanted));
         }
-        // Without a policy it is another question.
+        // Without a policy, discovery is a separate request.
         assert_eq!(errors(&cache.discover(&roots, None).await), [None]);
         assert_eq!(machine.discoveries.asked().len(), if can { 2 } else { 1 });
     }
 }
 
 #[tokio::test]
-async fn this_machine_looks_for_itself() {
+async fn local_environment_discovers_without_a_server() {
     let here = Environment::local(Executor::new(ExecutorConfig::default()).unwrap());
     let mut all = list(None, Vec::new());
     all.include_local = true;

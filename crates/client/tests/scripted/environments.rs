@@ -1,4 +1,4 @@
-//! Environments: who connects when, and who holds what.
+//! Environments: connection timing, sharing of sessions, and lifetime of handles.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,24 +22,24 @@ use tokio::sync::{Semaphore, watch};
 
 use crate::server::Server;
 
-/// A machine that says which of its sessions one is talking to.
+/// Connection target whose sessions report a numbered name.
 #[derive(Debug)]
 pub(crate) struct Machine {
     name: &'static str,
     start: Start,
-    /// How often it was connected to.
+    /// Number of connection attempts.
     dialled: AtomicUsize,
-    /// What goes wrong next.
+    /// Errors of the next attempts.
     failures: Mutex<VecDeque<ExecServerError>>,
-    /// Attempts that may go on.
+    /// Permits for attempts to continue.
     permits: Semaphore,
-    /// Attempts that are under way.
+    /// Number of attempts in progress.
     attempts: watch::Sender<usize>,
-    /// Roots of each `capabilityRoots/discoverV1` that came, and what to answer.
+    /// Number of roots of each received `capabilityRoots/discoverV1`, and the responses to send.
     pub(crate) discoveries: Arc<Discoveries>,
 }
 
-/// What a machine was asked to look at, and how it answers.
+/// Received discovery requests and their scripted responses.
 #[derive(Debug, Default)]
 pub(crate) struct Discoveries {
     pub(crate) asked: Mutex<Vec<usize>>,
@@ -47,15 +47,15 @@ pub(crate) struct Discoveries {
     pub(crate) capabilities: Mutex<serde_json::Value>,
 }
 
-/// How one request is answered; those that nothing is said of, well.
+/// Scripted response to one discovery request; without one it succeeds.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Discovery {
-    /// The connection is lost.
+    /// Close the connection.
     Cut,
-    /// Something else is told of.
+    /// Respond with a different id.
     OtherId,
     OtherPath,
-    /// Too little is told.
+    /// Respond with an empty list.
     Nothing,
     Refused,
 }
@@ -65,7 +65,7 @@ impl Machine {
         Self::with(name, Start::AtOnce, Semaphore::MAX_PERMITS)
     }
 
-    /// A machine that lets nobody in until told to.
+    /// A machine whose connection attempts wait for a permit.
     fn held(name: &'static str) -> Arc<Self> {
         Self::with(name, Start::AtOnce, 0)
     }
@@ -102,7 +102,7 @@ impl Machine {
         let (here, there) = Link::pair();
         let name = format!("{}-{number}", self.name);
         let server = Server::new(there);
-        // Ends when it is cut, or with the client.
+        // The session ends when it is cut, or when the client is dropped.
         let (end, ended) = tokio::sync::oneshot::channel::<()>();
         tokio::spawn(serve(server, name, ended, Arc::clone(&self.discoveries)));
         let client = ExecServerClient::from_link(here, ExecServerClientConnectOptions::new("t"));
@@ -118,7 +118,7 @@ impl Machine {
 }
 
 thread_local! {
-    /// Tests run on one thread each, and so do their servers.
+    /// Thread-local, because each test and its servers run on one thread.
     static ENDS: std::cell::RefCell<Vec<tokio::sync::oneshot::Sender<()>>> =
         const { std::cell::RefCell::new(Vec::new()) };
 }
@@ -131,7 +131,7 @@ impl Drop for Done<'_> {
     }
 }
 
-/// Answers like a server that has nothing but a name.
+/// Serves one session of a machine.
 async fn serve(
     mut server: Server,
     name: String,
@@ -175,7 +175,7 @@ async fn serve(
 }
 
 impl Discoveries {
-    /// A result, a code, or nothing if the connection is lost.
+    /// The response to send: a result, or an error code. `None` to close the connection.
     fn answer(&self, params: &serde_json::Value) -> Option<Result<serde_json::Value, i64>> {
         let roots = params["roots"].as_array().unwrap();
         self.asked.lock().unwrap().push(roots.len());
@@ -233,7 +233,7 @@ fn local() -> Environment {
     Environment::local(Executor::new(ExecutorConfig::default()).unwrap())
 }
 
-/// Which session answers.
+/// Name of the session that responds.
 pub(crate) async fn named(environment: &Environment) -> String {
     environment.info().await.unwrap().shell.name
 }
@@ -247,7 +247,7 @@ fn passing() -> ExecServerError {
 }
 
 #[tokio::test]
-async fn the_order_is_that_of_the_list_and_stays() {
+async fn environments_keep_list_order_after_changes() {
     let machines = ["c", "a", "b"].map(Machine::new);
     let entries = vec![
         entry("c", &machines[0]),
@@ -288,7 +288,7 @@ async fn the_order_is_that_of_the_list_and_stays() {
 }
 
 #[tokio::test]
-async fn lists_and_ids_are_checked() {
+async fn manager_rejects_invalid_lists_and_ids() {
     let machine = Machine::new("a");
     let mut with_local = list(None, Vec::new());
     with_local.include_local = true;
@@ -310,7 +310,7 @@ async fn lists_and_ids_are_checked() {
 }
 
 #[tokio::test]
-async fn dialled_machines_begin_at_once_and_programs_when_used() {
+async fn url_targets_connect_immediately_and_programs_on_first_use() {
     let dialled = Machine::new("dialled");
     let program = Machine::with("program", Start::OnUse, Semaphore::MAX_PERMITS);
     let entries = vec![entry("dialled", &dialled), entry("program", &program)];
@@ -323,7 +323,7 @@ async fn dialled_machines_begin_at_once_and_programs_when_used() {
     assert!(matches!(other.readiness(), Readiness::Idle));
     assert_eq!((dialled.dialled(), program.dialled()), (1, 0));
     assert_eq!(named(&other).await, "program-1");
-    // Without a runtime nothing can begin, and nothing breaks.
+    // Without a tokio runtime `add` does not connect, and does not fail.
     let (machine, clone) = (Machine::new("x"), manager.clone());
     let connect = machine.clone();
     let added = std::thread::spawn(move || clone.add("x", connect).unwrap())
@@ -334,7 +334,7 @@ async fn dialled_machines_begin_at_once_and_programs_when_used() {
 }
 
 #[tokio::test]
-async fn all_who_come_at_once_share_one_session() {
+async fn concurrent_first_uses_share_one_session() {
     let machine = Machine::held("a");
     let manager =
         EnvironmentManager::resting(list(None, vec![entry("a", &machine)]), None).unwrap();
@@ -344,7 +344,7 @@ async fn all_who_come_at_once_share_one_session() {
             tokio::spawn(async move { named(&handle).await })
         })
         .collect();
-    // Everybody has asked before anybody is let in.
+    // All users have requested the session before the attempt may continue.
     let mut attempts = machine.attempts.subscribe();
     attempts.wait_for(|attempts| *attempts == 1).await.unwrap();
     tokio::task::yield_now().await;
@@ -356,7 +356,7 @@ async fn all_who_come_at_once_share_one_session() {
 }
 
 #[tokio::test]
-async fn a_failure_is_shared_and_one_that_may_pass_is_tried_again() {
+async fn connection_failure_is_shared_and_transient_one_retried() {
     let machine = Machine::held("a").failing([passing(), lasting()]);
     let handle = Arc::new(Environment::remote("a", machine.clone()));
     let users: Vec<_> = (0..10)
@@ -375,7 +375,7 @@ async fn a_failure_is_shared_and_one_that_may_pass_is_tried_again() {
     }
     assert_eq!(machine.dialled(), 1);
     assert!(matches!(handle.readiness(), Readiness::Failed(_)));
-    // The next one tries, and meets something that will not pass.
+    // The next use retries, and fails permanently.
     machine.permits.add_permits(10);
     assert!(!handle.ready().await.unwrap_err().is_transient());
     assert!(handle.ready().await.is_err());
@@ -384,7 +384,7 @@ async fn a_failure_is_shared_and_one_that_may_pass_is_tried_again() {
 }
 
 #[tokio::test]
-async fn a_session_that_is_lost_is_replaced_by_the_next_use() {
+async fn lost_session_is_replaced_on_next_use() {
     let machine = Machine::new("a");
     let handle = Environment::remote("a", machine.clone());
     assert_eq!(named(&handle).await, "a-1");
@@ -401,7 +401,7 @@ async fn a_session_that_is_lost_is_replaced_by_the_next_use() {
 }
 
 #[tokio::test]
-async fn requests_leave_from_the_environment() {
+async fn http_requests_are_sent_by_the_environment() {
     let machine = Machine::new("a");
     let handle = Environment::remote("a", machine.clone());
     let request = HttpRequest::get("http://intranet/");
@@ -419,7 +419,7 @@ async fn requests_leave_from_the_environment() {
 }
 
 #[tokio::test]
-async fn probes_never_connect() {
+async fn status_probe_never_connects() {
     let machine = Machine::held("a").failing([lasting()]);
     let handle = Environment::remote("a", machine.clone());
     assert_eq!(handle.status().await, EnvironmentStatus::Pending);
@@ -439,7 +439,7 @@ async fn probes_never_connect() {
 }
 
 #[tokio::test]
-async fn an_attempt_ends_with_the_last_who_could_want_it() {
+async fn dropping_the_last_handle_aborts_the_attempt() {
     let machine = Machine::held("a");
     let handle = Environment::remote("a", machine.clone());
     handle.begin();
@@ -454,7 +454,7 @@ async fn an_attempt_ends_with_the_last_who_could_want_it() {
 }
 
 #[tokio::test]
-async fn a_replaced_handle_stays_with_those_who_hold_it() {
+async fn replaced_handle_remains_usable_for_its_holders() {
     let [first, second] = [Machine::new("first"), Machine::held("second")];
     let manager = EnvironmentManager::new(list(Some("w"), vec![entry("w", &first)]), None).unwrap();
     let held = manager.get("w").unwrap();
@@ -467,13 +467,13 @@ async fn a_replaced_handle_stays_with_those_who_hold_it() {
     };
     let handle = pinned(&step);
     let added = manager.add("w", second.clone()).unwrap();
-    // The step, its work and whoever holds the old handle go on with it.
+    // The step, its attachments and holders of the old handle continue to use it.
     assert!(Arc::ptr_eq(&handle, &held) && Arc::ptr_eq(&handle, &pinned(&work.step())));
     assert_eq!(named(&handle).await, "first-1");
     let roots = [root("r", "w")];
     let resolved = step.resolve_roots(&manager, &roots).await;
     assert!(Arc::ptr_eq(&resolved[0].environment, &held));
-    // Later captures see the new one, and not as ready because the old one was.
+    // Later captures get the new handle. It is not ready just because the old one was.
     assert!(Arc::ptr_eq(&manager.get("w").unwrap(), &added));
     assert!(Arc::ptr_eq(&manager.default_environment().unwrap(), &added));
     let later = manager.attach(["w"]);
@@ -495,7 +495,7 @@ async fn a_replaced_handle_stays_with_those_who_hold_it() {
 }
 
 #[tokio::test]
-async fn steps_say_what_starts_and_leave_out_what_failed() {
+async fn step_captures_starting_and_omits_failed_environments() {
     let [good, slow] = [Machine::new("good"), Machine::held("slow")];
     let bad = Machine::new("bad").failing([lasting()]);
     let entries = vec![
@@ -518,7 +518,7 @@ async fn steps_say_what_starts_and_leave_out_what_failed() {
     assert_eq!(seen, [("good", true), ("slow", false), ("local", true)]);
     let ready: Vec<_> = step.ready().map(|handle| handle.id()).collect();
     assert_eq!(ready, ["good", "local"]);
-    // What was starting may be ready in the next step; this one stays as it was.
+    // The starting environment may be ready in the next step; this step does not change.
     slow.permits.add_permits(1);
     work.settled().await;
     assert!(matches!(step.get("slow"), Some(Captured::Starting)));
@@ -531,7 +531,7 @@ pub(crate) fn root(id: &str, environment: &str) -> SelectedCapabilityRoot {
 }
 
 #[tokio::test]
-async fn roots_follow_the_capture_and_else_what_is_known() {
+async fn resolve_roots_prefers_captured_handles_over_current_ones() {
     let [captured, starting, outside, idle] = [
         Machine::new("captured"),
         Machine::held("starting"),
@@ -569,7 +569,7 @@ async fn roots_follow_the_capture_and_else_what_is_known() {
         .iter()
         .map(|found| (found.root.id.as_str(), found.environment.id()))
         .collect();
-    // In order; a failure that may pass was tried again, once for both of its roots.
+    // The order is kept. The transient failure was retried once for both of its roots.
     assert_eq!(
         seen,
         [
@@ -580,7 +580,7 @@ async fn roots_follow_the_capture_and_else_what_is_known() {
         ]
     );
     assert_eq!((flaky.dialled(), broken.dialled()), (2, 1));
-    // What nobody had used was asked to begin, and is there for a later step.
+    // The unused environment began to connect, and is available to a later step.
     let mut attempts = idle.attempts.subscribe();
     attempts.wait_for(|attempts| *attempts == 1).await.unwrap();
     idle.permits.add_permits(1);
@@ -590,7 +590,7 @@ async fn roots_follow_the_capture_and_else_what_is_known() {
 }
 
 #[tokio::test]
-async fn inspection_starts_nothing() {
+async fn inspect_roots_does_not_connect() {
     let [good, idle] = [Machine::new("good"), Machine::new("idle")];
     let bad = Machine::new("bad").failing([lasting()]);
     let entries = vec![
@@ -623,7 +623,7 @@ async fn inspection_starts_nothing() {
 }
 
 #[tokio::test]
-async fn prepared_environments_wait_for_their_report() {
+async fn prepared_environment_waits_for_its_report() {
     let machine = Machine::new("vm");
     let manager = EnvironmentManager::new(list(None, Vec::new()), None).unwrap();
     let handle = manager.prepared("vm").unwrap();
@@ -638,7 +638,7 @@ async fn prepared_environments_wait_for_their_report() {
     assert_eq!(named(&handle).await, "vm-1");
     assert_eq!(handle.target().as_deref(), Some("test://vm"));
     assert_eq!(handle.roots(), [root("plugin@1", "vm")]);
-    // Again is no harm; the opposite is refused.
+    // A repeated report is accepted; a contradicting one is rejected.
     manager.report_ready("vm", report).unwrap();
     let refused = manager.report_failed("vm", "too late");
     assert!(matches!(
@@ -652,17 +652,17 @@ async fn prepared_environments_wait_for_their_report() {
 }
 
 #[tokio::test]
-async fn reports_may_come_first_and_are_checked() {
+async fn early_reports_are_kept_and_invalid_ones_rejected() {
     let machine = Machine::new("vm");
     let ready = || ReadyReport::new(machine.clone());
     let ordinary = Machine::new("ordinary");
     let manager =
         EnvironmentManager::resting(list(None, vec![entry("ordinary", &ordinary)]), None).unwrap();
-    // Before anybody asks.
+    // The report arrives before the environment is requested.
     manager.report_ready("early", ready()).unwrap();
     assert!(manager.get("early").is_none());
     assert_eq!(named(&manager.prepared("early").unwrap()).await, "vm-1");
-    // The first reason stays.
+    // The first reason is kept.
     manager.report_failed("lost", "no room").unwrap();
     manager.report_failed("lost", "something else").unwrap();
     let refused = manager
@@ -683,7 +683,7 @@ async fn reports_may_come_first_and_are_checked() {
         error.contains("no room") && !error.contains("something else"),
         "{error}"
     );
-    // Ordinary environments take no reports, and are not handed out as prepared ones.
+    // Other environments ignore reports, and `prepared` rejects their ids.
     manager.report_failed("ordinary", "no").unwrap();
     manager.report_ready("ordinary", ready()).unwrap();
     assert_eq!(named(&manager.get("ordinary").unwrap()).await, "ordinary-1");
@@ -693,7 +693,7 @@ async fn reports_may_come_first_and_are_checked() {
         Err(EnvironmentError::ProvisioningModeConflict(_))
     ));
 
-    // A report that cannot be used fails what was pending, and creates nothing.
+    // An invalid report makes a pending environment fail, and creates no environment.
     let many = (0..257).map(|n| root(&n.to_string(), "bad")).collect();
     for (roots, says) in [
         (vec![root(" ", "bad")], "no id"),
@@ -718,7 +718,7 @@ async fn reports_may_come_first_and_are_checked() {
             matches!(error, ExecServerError::Environment { .. }),
             "{error}"
         );
-        // One that came too late changes nothing.
+        // An invalid report after a valid one changes nothing.
         let other = manager.prepared("fine").unwrap();
         manager.report_ready("fine", ready()).unwrap();
         assert!(manager.report_ready("fine", report).is_err());

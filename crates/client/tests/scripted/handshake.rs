@@ -7,7 +7,8 @@ use tokio::time::Instant;
 
 use crate::server::{Server, connected, connected_with, info, soon};
 
-/// Shakes hands with a server that answers `initialize` as told; what it was asked.
+/// Performs a handshake with a server that responds to `initialize` with `result`. Returns the
+/// client, the request parameters and the server.
 async fn shake(
     options: ExecServerClientConnectOptions,
     result: Result<Value, i64>,
@@ -28,7 +29,7 @@ async fn shake(
 }
 
 #[tokio::test(start_paused = true)]
-async fn introduces_itself() {
+async fn handshake_sends_client_name_and_initialized() {
     let options = ExecServerClientConnectOptions::new("me");
     let (client, params, mut server) = shake(options, Ok(json!({"sessionId": "s-1"}))).await;
     assert_eq!(params, json!({"clientName": "me", "resumeSessionId": null}));
@@ -39,7 +40,7 @@ async fn introduces_itself() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn resumes_and_asks_for_time() {
+async fn handshake_sends_session_id_and_detach_grace_to_resume() {
     let mut options = ExecServerClientConnectOptions::new("me");
     options.resume_session_id = Some("old".to_owned());
     options.detach_grace = Some(Duration::from_secs(3600));
@@ -54,7 +55,7 @@ async fn resumes_and_asks_for_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_session_than_asked_for_is_a_protocol_error() {
+async fn resume_with_other_session_id_is_a_protocol_error() {
     let mut options = ExecServerClientConnectOptions::new("me");
     options.resume_session_id = Some("old".to_owned());
     let (client, ..) = shake(options, Ok(json!({"sessionId": "new"}))).await;
@@ -68,19 +69,19 @@ async fn another_session_than_asked_for_is_a_protocol_error() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_keeps_its_code() {
+async fn rejected_handshake_keeps_the_error_code() {
     let (client, ..) = shake(ExecServerClientConnectOptions::default(), Err(-32010)).await;
     assert_eq!(client.unwrap_err().code(), Some(-32010));
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_without_a_session_is_refused() {
+async fn handshake_response_without_session_id_is_rejected() {
     let (client, ..) = shake(ExecServerClientConnectOptions::default(), Ok(json!({}))).await;
     assert!(matches!(client, Err(ExecServerError::Protocol { .. })));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_silent_server_is_given_up() {
+async fn handshake_with_silent_server_times_out() {
     let (here, _there) = Link::pair();
     let mut options = ExecServerClientConnectOptions::default();
     options.initialize_timeout = Duration::from_secs(3);
@@ -94,7 +95,7 @@ async fn a_silent_server_is_given_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn asks_about_the_environment_once_and_only_if_it_was_not_told() {
+async fn environment_info_is_requested_once_if_missing_in_handshake() {
     let (client, _server) = connected(&["process/wait"]).await;
     assert_eq!(client.environment_info().await.unwrap().shell.name, "sh");
     assert!(client.supports("process/wait").await.unwrap());
@@ -116,7 +117,7 @@ async fn asks_about_the_environment_once_and_only_if_it_was_not_told() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_server_that_cannot_tell_has_no_extensions() {
+async fn server_without_environment_info_has_no_extensions() {
     let answer = Ok(json!({"sessionId": "s"}));
     let (client, _, mut server) = shake(ExecServerClientConnectOptions::default(), answer).await;
     let client = client.unwrap();
@@ -135,7 +136,7 @@ async fn a_server_that_cannot_tell_has_no_extensions() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn ending_the_session_ends_the_connection() {
+async fn end_session_closes_the_connection() {
     let options = ExecServerClientConnectOptions::default();
     let (client, mut server) = connected_with(options, &["session/end"]).await;
     let script = async {
@@ -152,7 +153,7 @@ async fn ending_the_session_ends_the_connection() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_session_that_cannot_be_ended_says_so() {
+async fn end_session_without_server_support_fails() {
     let (client, _server) = connected(&[]).await;
     let ended = client.end_session().await;
     assert!(matches!(

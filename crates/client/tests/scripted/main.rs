@@ -1,4 +1,4 @@
-//! The client against a scripted server: send this, expect that, in wire terms.
+//! Client tests with a scripted server that sends and expects raw protocol messages.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests are tests too")]
 

@@ -16,7 +16,7 @@ use crate::server::{base64, connected, read, soon, start_params, started};
 
 const EVICTED: &[&str] = &["process/read#evicted"];
 
-/// The remaining events, in short.
+/// The remaining events as short strings.
 pub(crate) async fn all(events: &mut ExecProcessEvents) -> Vec<String> {
     let mut seen = Vec::new();
     while let Some(event) = soon(events.recv()).await {
@@ -41,7 +41,7 @@ pub(crate) async fn all(events: &mut ExecProcessEvents) -> Vec<String> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn follows_a_process_to_its_end() {
+async fn events_are_received_until_closed() {
     let (_client, mut server, started) = started(&[]).await;
     assert_eq!(started.sandbox_type, Some(SandboxType::None));
     assert_eq!(started.process.process_id(), "p");
@@ -58,7 +58,7 @@ async fn follows_a_process_to_its_end() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_comes_before_the_answer_to_start_is_kept() {
+async fn events_before_the_start_response_are_kept() {
     let (client, mut server) = connected(&[]).await;
     let script = async {
         let request = server.expect("process/start").await;
@@ -78,7 +78,7 @@ async fn what_comes_before_the_answer_to_start_is_kept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn puts_events_in_order_without_asking() {
+async fn reordered_events_are_sorted_without_requests() {
     let (_client, mut server, started) = started(&[]).await;
     let mut events = started.process.events().unwrap();
     server.closed(4).await;
@@ -97,7 +97,7 @@ async fn puts_events_in_order_without_asking() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hole_is_read() {
+async fn missing_output_is_read_after_a_delay() {
     for extensions in [&[], EVICTED] {
         let (_client, mut server, started) = started(extensions).await;
         let mut events = started.process.events().unwrap();
@@ -110,7 +110,7 @@ async fn a_hole_is_read() {
             (&params["afterSeq"], &params["waitMs"]),
             (&json!(1), &json!(0))
         );
-        // Only a server that states what is gone may be asked for a part.
+        // Only a server that reports evicted output may be asked for a partial read.
         assert_eq!(params["maxBytes"].is_null(), extensions.is_empty());
         server.exited(4, 0).await;
         server.closed(5).await;
@@ -122,10 +122,10 @@ async fn a_hole_is_read() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn lost_endings_are_made_from_the_answer() {
+async fn missing_exit_and_close_are_derived_from_the_read_response() {
     let (_client, mut server, started) = started(&[]).await;
     let mut events = started.process.events().unwrap();
-    // Output after the exit, whose own notification never comes.
+    // Output after the exit, whose notification is lost.
     server.output(3, "c").await;
     let mut answer = read(&[(1, "a"), (3, "c")], 5);
     answer["exited"] = json!(true);
@@ -141,7 +141,7 @@ async fn lost_endings_are_made_from_the_answer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_server_evicted_is_a_gap() {
+async fn evicted_output_is_reported_as_a_gap() {
     let (_client, mut server, started) = started(EVICTED).await;
     let mut events = started.process.events().unwrap();
     server.output(1, "a").await;
@@ -157,7 +157,7 @@ async fn what_the_server_evicted_is_a_gap() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hole_that_cannot_be_read_fails_the_process_and_loses_nothing_else() {
+async fn unreadable_gap_fails_the_process_after_received_events() {
     let (_client, mut server, started) = started(&[]).await;
     let mut events = started.process.events().unwrap();
     server.output(2, "b").await;
@@ -177,7 +177,7 @@ async fn a_hole_that_cannot_be_read_fails_the_process_and_loses_nothing_else() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_server_that_knows_nothing_of_the_hole_is_not_asked_for_ever() {
+async fn missing_output_is_requested_a_limited_number_of_times() {
     let (_client, mut server, started) = started(&[]).await;
     let mut events = started.process.events().unwrap();
     server.output(2, "b").await;
@@ -188,7 +188,7 @@ async fn a_server_that_knows_nothing_of_the_hole_is_not_asked_for_ever() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_id_is_used_once_at_a_time() {
+async fn process_id_can_be_reused_only_after_drop() {
     let (client, mut server, started) = started(&[]).await;
     let again = client.start(start_params()).await;
     assert!(matches!(again, Err(ExecServerError::DuplicateProcess(id)) if id == "p"));
@@ -199,7 +199,7 @@ async fn an_id_is_used_once_at_a_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refused_start_leaves_nothing_behind() {
+async fn rejected_start_releases_the_process_id() {
     let (client, mut server) = connected(&[]).await;
     for _ in 0..2 {
         let script = async {
@@ -214,7 +214,7 @@ async fn a_refused_start_leaves_nothing_behind() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_start_that_nobody_waits_for_is_undone() {
+async fn dropped_start_terminates_the_process() {
     let (client, mut server) = connected(&[]).await;
     let request = tokio::select! {
         _ = client.start(start_params()) => unreachable!("there was no answer"),
@@ -226,7 +226,7 @@ async fn a_start_that_nobody_waits_for_is_undone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_start_without_an_answer_is_undone() {
+async fn start_timeout_terminates_the_process() {
     let (client, mut server) = connected(&[]).await;
     let (started, _) = tokio::join!(client.start(start_params()), server.expect("process/start"));
     assert!(matches!(
@@ -240,7 +240,7 @@ async fn a_start_without_an_answer_is_undone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lost_connection_fails_the_process_after_what_came() {
+async fn lost_connection_fails_the_process_after_received_events() {
     let (client, mut server, started) = started(&[]).await;
     let mut events = started.process.events().unwrap();
     server.output(1, "a").await;
@@ -262,7 +262,7 @@ async fn a_lost_connection_fails_the_process_after_what_came() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_process_that_was_closed_outlives_its_connection() {
+async fn closed_process_keeps_its_events_after_connection_loss() {
     let (_client, mut server, started) = started(&[]).await;
     server.exited(1, 3).await;
     server.closed(2).await;
@@ -274,7 +274,7 @@ async fn a_process_that_was_closed_outlives_its_connection() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn events_have_one_consumer() {
+async fn events_can_be_taken_only_once() {
     let (_client, _server, started) = started(&[]).await;
     let events = started.process.events().unwrap();
     assert!(matches!(
@@ -288,11 +288,11 @@ async fn events_have_one_consumer() {
     ));
 }
 
-/// More than waits for a consumer, in chunks of a megabyte.
+/// Number of 1 MiB chunks: more than the event queue of a consumer holds.
 const CHUNKS: u64 = 8;
 
 #[tokio::test(start_paused = true)]
-async fn a_consumer_that_does_not_read_holds_the_connection_and_loses_nothing() {
+async fn slow_consumer_blocks_the_connection_without_loss() {
     let (client, mut server, started) = started(&["process/list"]).await;
     let mut events = started.process.events().unwrap();
     let chunk = "x".repeat(1 << 20);
@@ -306,7 +306,7 @@ async fn a_consumer_that_does_not_read_holds_the_connection_and_loses_nothing() 
     };
     let listing = client.list();
     tokio::pin!(listing, script);
-    // On the virtual clock time passes only when nothing else can happen.
+    // The paused clock advances only when all tasks are idle.
     let idle = tokio::time::sleep(Duration::from_secs(20));
     tokio::select! {
         _ = &mut listing => unreachable!("it came behind output that nobody read"),
@@ -319,7 +319,7 @@ async fn a_consumer_that_does_not_read_holds_the_connection_and_loses_nothing() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_a_consumer_nothing_is_held_up_and_the_loss_is_stated() {
+async fn events_without_consumer_are_dropped_and_reported_as_gap() {
     let (client, mut server, started) = started(&["process/list"]).await;
     let chunk = "x".repeat(1 << 20);
     for seq in 1..=CHUNKS {
@@ -340,7 +340,7 @@ async fn without_a_consumer_nothing_is_held_up_and_the_loss_is_stated() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_consumer_that_leaves_holds_nothing_up() {
+async fn dropped_consumer_does_not_block_the_connection() {
     let (client, mut server, started) = started(&["process/list"]).await;
     let events = started.process.events().unwrap();
     drop(events);
@@ -359,7 +359,7 @@ async fn a_consumer_that_leaves_holds_nothing_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn writes_are_numbered_and_split() {
+async fn writes_are_numbered_and_split_into_chunks() {
     let (_client, mut server, started) = started(&[]).await;
     let accepted = json!({"status": "accepted"});
     let process = &started.process;
@@ -373,7 +373,7 @@ async fn writes_are_numbered_and_split() {
         json!({"processId": "p", "chunk": base64("hi"), "writeId": "1"})
     );
 
-    // The others are not waited for, and refused by the server as the first was.
+    // The client sends further chunks without waiting. The server rejects the pending ones.
     let script = async {
         let mut sizes = Vec::new();
         let mut requests = Vec::new();
@@ -403,7 +403,7 @@ async fn writes_are_numbered_and_split() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_write_waits_for_as_long_as_the_process_does_not_read() {
+async fn write_waits_without_timeout_until_the_process_reads() {
     let (_client, mut server, started) = started(&[]).await;
     let script = async {
         let request = server.expect("process/write").await;
@@ -415,7 +415,7 @@ async fn a_write_waits_for_as_long_as_the_process_does_not_read() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn writes_keep_the_order_of_their_calls() {
+async fn writes_and_close_keep_the_order_of_calls() {
     let (_client, mut server, started) = started(&["process/closeStdin"]).await;
     let process = &started.process;
     let script = async {
@@ -443,7 +443,7 @@ async fn writes_keep_the_order_of_their_calls() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_server_lacks_is_named() {
+async fn unsupported_operations_name_the_missing_feature() {
     let (client, _server, started) = started(&[]).await;
     let process = &started.process;
     let size = TerminalSize { rows: 10, cols: 20 };
@@ -476,7 +476,7 @@ async fn what_a_server_lacks_is_named() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_end_of_a_terminals_input_can_be_typed() {
+async fn close_stdin_of_a_terminal_writes_end_of_file_character() {
     let (client, mut server) = connected(&[]).await;
     let params = StartParams {
         tty: true,
@@ -494,7 +494,7 @@ async fn the_end_of_a_terminals_input_can_be_typed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn extensions_are_used_where_there_are_any() {
+async fn supported_extensions_are_used() {
     let extensions = [
         "process/resize",
         "process/snapshot",
@@ -541,7 +541,7 @@ async fn extensions_are_used_where_there_are_any() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn waiting_works_by_listening() {
+async fn wait_without_extension_uses_notifications() {
     let (_client, mut server, started) = started(&[]).await;
     let process = &started.process;
     let waited = process
@@ -560,8 +560,8 @@ async fn waiting_works_by_listening() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_graceful_end_falls_back_to_an_interrupt() {
-    // A process that does not mind, and one that does.
+async fn graceful_terminate_without_extension_sends_interrupt_first() {
+    // A process that ignores the interrupt, and one that exits.
     for obeys in [false, true] {
         let (_client, mut server, started) = started(&[]).await;
         let start = Instant::now();
@@ -584,7 +584,7 @@ async fn a_graceful_end_falls_back_to_an_interrupt() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_group_can_be_killed_without_signals() {
+async fn group_kill_without_extension_uses_terminate() {
     let (_client, mut server, started) = started(&[]).await;
     let killed = started.process.signal(SignalName::Kill, SignalScope::Group);
     let script = server.serve("process/terminate", json!({"running": true}));
@@ -593,7 +593,7 @@ async fn a_group_can_be_killed_without_signals() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn attaching_goes_on_where_another_left() {
+async fn attach_continues_after_the_given_sequence_number() {
     let (client, mut server) = connected(&[]).await;
     let request = AttachRequest {
         process_id: "p".to_owned(),
@@ -609,7 +609,8 @@ async fn attaching_goes_on_where_another_left() {
     server.closed(7).await;
     let mut events = process.events().unwrap();
     assert_eq!(all(&mut events).await, ["5 e", "6 f", "7 closed"]);
-    // Its writes must not be taken for repeats of somebody else's.
+    // The write id must differ from ids of an earlier client, or the server would ignore the write
+    // as a repetition.
     let script = server.serve("process/write", json!({"status": "accepted"}));
     let (_, params) = tokio::join!(process.write("x".into()), script);
     assert_ne!(params["writeId"], "1");
@@ -617,7 +618,7 @@ async fn attaching_goes_on_where_another_left() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn attaching_to_nothing_fails() {
+async fn attach_to_unknown_process_fails() {
     let (client, mut server) = connected(&[]).await;
     let request = AttachRequest {
         process_id: "p".to_owned(),

@@ -34,9 +34,9 @@ async fn output(events: &mut ExecProcessEvents) -> u64 {
 }
 
 #[tokio::test(start_paused = true)]
-async fn reads_and_acknowledges_once_there_is_a_consumer() {
+async fn pull_mode_reads_and_acknowledges_after_events_are_taken() {
     let (client, mut server, started) = started_to_pull(EXTENSIONS).await;
-    // Nothing is read before: the list comes first.
+    // No output is read before: the first request is `process/list`.
     let script = server.serve("process/list", json!({"processes": []}));
     let (listed, _) = tokio::join!(client.list(), script);
     listed.unwrap();
@@ -55,7 +55,7 @@ async fn reads_and_acknowledges_once_there_is_a_consumer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn endings_keep_what_only_their_notifications_say() {
+async fn pull_mode_takes_exit_details_from_notifications() {
     let (_client, mut server, started) = started_to_pull(EXTENSIONS).await;
     let mut events = started.process.events().unwrap();
     let mut answer = read(&[], 3);
@@ -87,7 +87,7 @@ async fn endings_keep_what_only_their_notifications_say() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn endings_whose_notifications_are_lost_come_all_the_same() {
+async fn pull_mode_ends_even_if_exit_notifications_are_lost() {
     let (_client, mut server, started) = started_to_pull(EXTENSIONS).await;
     let mut events = started.process.events().unwrap();
     let mut answer = read(&[], 3);
@@ -106,7 +106,7 @@ async fn endings_whose_notifications_are_lost_come_all_the_same() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_consumer_that_does_not_read_holds_up_itself_alone() {
+async fn pull_mode_slow_consumer_does_not_block_other_requests() {
     let (client, mut server, started) = started_to_pull(EXTENSIONS).await;
     let mut events = started.process.events().unwrap();
     let chunk = "x".repeat(1 << 20);
@@ -114,7 +114,8 @@ async fn a_consumer_that_does_not_read_holds_up_itself_alone() {
         let params = soon(server.serve("process/read", read(&[(seq, &chunk)], seq + 1))).await;
         assert_eq!(params["afterSeq"], seq - 1);
     }
-    // There is no room for a fifth: the next request is somebody else's, and it is answered.
+    // The queue has no room for a fifth chunk, so no further read is sent. Other requests continue
+    // to work.
     tokio::time::sleep(Duration::from_secs(60)).await;
     let script = server.serve("process/list", json!({"processes": []}));
     let (listed, _) = tokio::join!(client.list(), soon(script));
@@ -127,7 +128,7 @@ async fn a_consumer_that_does_not_read_holds_up_itself_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_server_that_only_pushes_is_followed_as_ever() {
+async fn pull_mode_falls_back_to_push_without_extension() {
     let (_client, mut server, started) = started_to_pull(&[]).await;
     let mut events = started.process.events().unwrap();
     server.output(1, "a").await;

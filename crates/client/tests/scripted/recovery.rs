@@ -1,4 +1,4 @@
-//! Links that are lost, in wire terms: what is dialled when, and what is said on the next link.
+//! Recovery of lost links: dial attempts, and the requests on the new link.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +22,7 @@ use crate::server::{Server, base64, info, read, soon, start_params};
 const EVICTED: &str = "process/read#evicted";
 const START_ID: &str = "process/start#startId";
 
-/// A dial that is answered by the test: with a link, or with the refusal to open one.
+/// Dial requests of the client. The test answers each with a link or an error.
 struct Exchange {
     dials: mpsc::UnboundedReceiver<tokio::sync::oneshot::Sender<Result<Link, DialError>>>,
 }
@@ -36,7 +36,7 @@ impl Exchange {
         Server::new(there)
     }
 
-    /// Refuses every dial; when they came.
+    /// Rejects each dial. Returns the times of the dials.
     async fn refuse_all(&mut self, error: impl Fn() -> DialError) -> Vec<Instant> {
         let mut dials = Vec::new();
         while let Some(dial) = soon(self.dials.recv()).await {
@@ -46,7 +46,7 @@ impl Exchange {
         dials
     }
 
-    /// The link that takes the session up again; what was asked for.
+    /// Accepts a link and resumes the session on it. Returns the parameters of `initialize`.
     async fn resume(&mut self) -> (Server, Value) {
         let mut server = self.accept().await;
         let params = soon(server.serve("initialize", json!({"sessionId": "s"}))).await;
@@ -111,7 +111,7 @@ async fn failure(client: &ExecServerClient) -> Arc<str> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lost_link_is_dialled_at_once_and_the_events_go_on() {
+async fn lost_link_is_redialed_immediately_and_events_continue() {
     for extensions in [&[][..], &[EVICTED]] {
         let (client, mut server, mut exchange, started) = started(extensions).await;
         let mut states = client.states();
@@ -129,7 +129,7 @@ async fn a_lost_link_is_dialled_at_once_and_the_events_go_on() {
             json!({"clientName": "test", "resumeSessionId": "s"})
         );
         assert_eq!(soon(states.recv()).await, Some(ConnectionState::Connected));
-        // What overtakes the answer waits for its turn.
+        // A notification that arrives before the read response is delivered in sequence order.
         server.output(4, "d").await;
         let asked = soon(server.serve("process/read", read(&[(2, "b"), (3, "c")], 4))).await;
         assert_eq!(
@@ -138,7 +138,7 @@ async fn a_lost_link_is_dialled_at_once_and_the_events_go_on() {
         );
         assert_eq!(asked["maxBytes"].is_null(), extensions.is_empty());
         if !extensions.is_empty() {
-            // An answer that brought something may have been a part.
+            // A response with output may be partial, so the client reads again.
             let asked = soon(server.serve("process/read", read(&[], 5))).await;
             assert_eq!(asked["afterSeq"], 4);
         }
@@ -152,7 +152,7 @@ async fn a_lost_link_is_dialled_at_once_and_the_events_go_on() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_happened_meanwhile_is_made_from_the_answer() {
+async fn missed_events_are_derived_from_the_read_response() {
     let (_client, server, mut exchange, started) = started(&[]).await;
     let mut events = started.process.events().unwrap();
     drop(server);
@@ -169,7 +169,7 @@ async fn what_happened_meanwhile_is_made_from_the_answer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_gone_is_a_gap_and_the_process_goes_on() {
+async fn evicted_output_after_resume_is_a_gap_and_process_continues() {
     let (_client, mut server, mut exchange, started) = started(&[EVICTED]).await;
     let mut events = started.process.events().unwrap();
     server.output(1, "a").await;
@@ -187,7 +187,8 @@ async fn what_is_gone_is_a_gap_and_the_process_goes_on() {
         ["1-7 gap Some(4000)", "8 h", "9 exited 0", "10 closed"]
     );
 
-    // A server that does not say what is gone shows it by what is not there.
+    // If the server does not report evictions, the client detects a gap by the missing sequence
+    // numbers.
     let (_client, server, mut exchange, started) = self::started(&[]).await;
     let mut events = started.process.events().unwrap();
     drop(server);
@@ -198,15 +199,15 @@ async fn what_is_gone_is_a_gap_and_the_process_goes_on() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn tries_pause_ever_longer_and_end_with_the_budget() {
+async fn dial_attempts_back_off_until_the_budget_is_used() {
     let mut options = ExecServerClientConnectOptions::new("test");
     options.recovery.budget = Some(Duration::from_secs(100));
-    // The server's word counts.
+    // The grace period of the server limits the budget.
     let granted = json!({"detachGraceMs": 10_000});
     let (client, server, mut exchange) = dialling(options, &[], granted).await;
     let lost = Instant::now();
     drop(server);
-    // There are no more dials once it has been given up.
+    // After the budget is used, the client drops the dialer.
     let tries = exchange.refuse_all(|| DialError::passing("no route")).await;
     let tries: Vec<_> = tries.into_iter().map(|at| at - lost).collect();
     let reason = failure(&client).await;
@@ -217,7 +218,7 @@ async fn tries_pause_ever_longer_and_end_with_the_budget() {
     for (number, pair) in tries.windows(2).enumerate() {
         let pause = pair[1] - pair[0];
         let whole = Duration::from_millis(50 << number.min(7)).min(Duration::from_secs(5));
-        // Timers of the runtime are exact to a millisecond.
+        // Timers of the runtime have a resolution of one millisecond.
         let most = whole + Duration::from_millis(2);
         assert!(whole / 2 <= pause && pause <= most, "{number}: {pause:?}");
     }
@@ -226,7 +227,7 @@ async fn tries_pause_ever_longer_and_end_with_the_budget() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_session_that_is_still_attached_is_tried_again() {
+async fn resume_is_retried_while_the_session_is_attached() {
     let (client, server, mut exchange) = connected(&[]).await;
     drop(server);
     for _ in 0..5 {
@@ -240,7 +241,7 @@ async fn a_session_that_is_still_attached_is_tried_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_session_that_is_gone_is_a_failure_at_once() {
+async fn resume_of_unknown_session_fails_immediately() {
     let (client, server, mut exchange, started) = started(&[]).await;
     let mut events = started.process.events().unwrap();
     let lost = Instant::now();
@@ -263,7 +264,7 @@ async fn a_session_that_is_gone_is_a_failure_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_session_than_ours_is_a_failure() {
+async fn resume_with_other_session_id_fails() {
     let (client, server, mut exchange) = connected(&[]).await;
     drop(server);
     let mut server = exchange.accept().await;
@@ -276,7 +277,7 @@ async fn another_session_than_ours_is_a_failure() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_server_that_keeps_nothing_is_not_dialled() {
+async fn session_without_detach_grace_is_not_redialed() {
     let options = ExecServerClientConnectOptions::new("test");
     let granted = json!({"detachGraceMs": 0});
     let (client, server, mut exchange) = dialling(options, &[], granted).await;
@@ -287,26 +288,26 @@ async fn a_server_that_keeps_nothing_is_not_dialled() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_key_of_the_session_is_shown() {
+async fn resume_sends_the_resume_key() {
     let options = ExecServerClientConnectOptions::new("test");
     let (_client, server, mut exchange) = dialling(options, &[], json!({"resumeKey": "k"})).await;
     drop(server);
     let (server, params) = exchange.resume().await;
     assert_eq!(params["resumeKey"], "k");
-    // Also when the next answer does not repeat it.
+    // The key is kept if the next response does not repeat it.
     drop(server);
     let (_server, params) = exchange.resume().await;
     assert_eq!(params["resumeKey"], "k");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_write_is_repeated_under_its_id() {
+async fn unanswered_write_is_repeated_with_its_id() {
     let (_client, mut server, mut exchange, started) = started(&[]).await;
     let script = async {
         let first = soon(server.expect("process/write")).await;
         drop(server);
         let (mut server, _) = exchange.resume().await;
-        // Reading and writing come in any order.
+        // Read and write requests may arrive in any order.
         let mut written = None;
         while written.is_none() {
             let message = soon(server.next()).await.unwrap();
@@ -334,9 +335,9 @@ async fn a_write_is_repeated_under_its_id() {
     );
 }
 
-/// Those whose answers are missing, one after the other; what was answered is not repeated.
+/// Only writes without a response are repeated, one after the other.
 #[tokio::test(start_paused = true)]
-async fn writes_under_way_are_repeated_in_their_order() {
+async fn unanswered_writes_are_repeated_in_order() {
     let (_client, mut server, mut exchange, started) = started(&[]).await;
     let accepted = || json!({"status": "accepted"});
     let script = async {
@@ -344,7 +345,7 @@ async fn writes_under_way_are_repeated_in_their_order() {
         for _ in 0..4 {
             requests.push(soon(server.expect("process/write")).await);
         }
-        // The answers of the second and third are lost.
+        // The responses to the second and third write are lost.
         let last = requests.pop().unwrap();
         server.answer(last, accepted()).await;
         server.answer(requests.remove(0), accepted()).await;
@@ -377,7 +378,7 @@ async fn writes_under_way_are_repeated_in_their_order() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_start_is_repeated_under_its_name() {
+async fn unanswered_start_is_repeated_with_its_start_id() {
     let (client, mut server, mut exchange) = connected(&[START_ID]).await;
     let script = async {
         let first = soon(server.expect("process/start")).await;
@@ -385,7 +386,7 @@ async fn a_start_is_repeated_under_its_name() {
         let (mut server, _) = exchange.resume().await;
         let result = json!({"processId": "p", "sandboxType": "none"});
         let second = soon(server.serve("process/start", result)).await;
-        // It may have written long ago.
+        // The process may have written output before the client reconnected.
         let asked = soon(server.serve("process/read", read(&[(1, "a")], 2))).await;
         assert_eq!(asked["afterSeq"], 0);
         (first.params, second, server)
@@ -399,9 +400,10 @@ async fn a_start_is_repeated_under_its_name() {
     assert_eq!(all(&mut events).await, ["1 a", "2 closed"]);
 }
 
-/// Without names nobody can tell: the caller hears of it, and what may run is ended.
+/// Without start ids it is unknown whether the process was started. The call fails, and the client
+/// terminates the process in case it runs.
 #[tokio::test(start_paused = true)]
-async fn a_start_that_cannot_be_asked_about_is_undone() {
+async fn unanswered_start_without_start_id_terminates_the_process() {
     let (client, mut server, mut exchange) = connected(&[]).await;
     let script = async {
         let first = soon(server.expect("process/start")).await;
@@ -422,7 +424,7 @@ async fn a_start_that_cannot_be_asked_about_is_undone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn queries_are_repeated_and_changes_are_not() {
+async fn unanswered_queries_are_repeated_and_changes_are_not() {
     let (client, mut server, mut exchange) = connected(&["fs/rename"]).await;
     let files = client.file_system();
     let path = PathUri::parse("file:///etc/motd").unwrap();
@@ -455,7 +457,7 @@ async fn queries_are_repeated_and_changes_are_not() {
         }
     ));
 
-    // What is asked for in between waits, whatever it is.
+    // A request sent while the link is down waits for the new link.
     let renaming = files.rename(&path, &path, Rename::default());
     let script = async {
         let (mut server, _) = exchange.resume().await;
@@ -467,7 +469,7 @@ async fn queries_are_repeated_and_changes_are_not() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_costs_every_connection_is_given_up() {
+async fn request_is_not_repeated_after_repeated_connection_losses() {
     let (client, mut server, mut exchange) = connected(&[]).await;
     let path = PathUri::parse("file:///").unwrap();
     let files = client.file_system();
@@ -493,7 +495,7 @@ async fn a_request_that_costs_every_connection_is_given_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn only_signals_that_nobody_counts_are_repeated() {
+async fn only_idempotent_signals_are_repeated() {
     let (_client, mut server, mut exchange, started) = started(&["process/signal#scope"]).await;
     let process = &started.process;
     let script = async {
@@ -528,7 +530,7 @@ async fn only_signals_that_nobody_counts_are_repeated() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn open_files_of_a_server_that_cannot_tell_them_apart_are_lost() {
+async fn file_handle_is_lost_if_server_cannot_resume_it() {
     let (client, mut server, mut exchange) = connected(&[]).await;
     let path = PathUri::parse("file:///etc/motd").unwrap();
     let files = client.file_system();
@@ -556,7 +558,7 @@ async fn open_files_of_a_server_that_cannot_tell_them_apart_are_lost() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn watches_are_asked_for_again() {
+async fn watches_are_renewed_after_resume() {
     let (client, mut server, mut exchange) = connected(&["fs/watch"]).await;
     let path = PathUri::parse("file:///src").unwrap();
     let files = client.file_system();
@@ -577,7 +579,7 @@ async fn watches_are_asked_for_again() {
     server.notify("fs/changed", told).await;
     let batch = soon(changes.recv()).await.unwrap();
     assert!(!batch.overflow && batch.changes.len() == 1, "{batch:?}");
-    // Not to be had any more: it ends, after having said that something is missing.
+    // If the watch cannot be renewed, the stream reports an overflow and ends.
     drop(server);
     let (mut server, _) = exchange.resume().await;
     let request = soon(server.expect("fs/watch")).await;

@@ -1,4 +1,4 @@
-//! The serving end of a link, driven by a script.
+//! Scripted server: the server end of a link, controlled by a test.
 
 use std::time::Duration;
 
@@ -10,12 +10,12 @@ use exec_server_client::{
 use exec_server_transport::{Event, Link};
 use serde_json::{Value, json};
 
-/// The serving end; every expectation that fails panics.
+/// Server end of a link. Each failed expectation panics.
 pub(crate) struct Server {
     link: Link,
 }
 
-/// A request that waits for its answer.
+/// Received request that has no response yet.
 #[derive(Debug)]
 pub(crate) struct Request {
     id: Value,
@@ -27,7 +27,7 @@ impl Server {
         Self { link }
     }
 
-    /// The next message, or nothing if the client has closed.
+    /// The next message; `None` if the client has closed the link.
     pub(crate) async fn next(&mut self) -> Option<Value> {
         match self.link.incoming.recv().await.unwrap() {
             Some(Event::Message(text)) => Some(serde_json::from_str(text).unwrap()),
@@ -36,7 +36,7 @@ impl Server {
         }
     }
 
-    /// The next message, which must be a request of this method.
+    /// The next message, which must be a request for this method.
     pub(crate) async fn expect(&mut self, method: &str) -> Request {
         let message = self.next().await.expect(method);
         assert_eq!(message["method"], method, "{message}");
@@ -55,7 +55,7 @@ impl Server {
         self.send(json!({"id": request.id, "error": error})).await;
     }
 
-    /// Expects a request of this method and answers it; its params.
+    /// Expects a request for this method and sends the result. Returns the parameters.
     pub(crate) async fn serve(&mut self, method: &str, result: Value) -> Value {
         let request = self.expect(method).await;
         let params = request.params.clone();
@@ -100,7 +100,7 @@ impl Server {
     }
 }
 
-/// A connected client and its server, which implements these extensions.
+/// A connected client, and its server that supports these extensions.
 pub(crate) async fn connected(extensions: &[&str]) -> (ExecServerClient, Server) {
     connected_with(ExecServerClientConnectOptions::new("test"), extensions).await
 }
@@ -124,7 +124,7 @@ pub(crate) async fn connected_with(
     (client.unwrap(), server)
 }
 
-/// A connected client with the process `p`.
+/// A connected client with a started process `p`.
 pub(crate) async fn started(extensions: &[&str]) -> (ExecServerClient, Server, StartedProcess) {
     let (client, mut server) = connected(extensions).await;
     let script = server.serve(
@@ -148,7 +148,7 @@ pub(crate) fn info(extensions: &[&str]) -> Value {
     json!({"shell": {"name": "sh", "path": "/bin/sh"}, "extensions": extensions})
 }
 
-/// What `process/read` answers for a running process.
+/// The response to `process/read` for a running process.
 pub(crate) fn read(chunks: &[(u64, &str)], next_seq: u64) -> Value {
     let chunks: Vec<_> = chunks
         .iter()
@@ -157,7 +157,7 @@ pub(crate) fn read(chunks: &[(u64, &str)], next_seq: u64) -> Value {
     json!({"chunks": chunks, "nextSeq": next_seq, "exited": false, "exitCode": null, "closed": false})
 }
 
-/// Fails instead of hanging; on the virtual clock this costs no time.
+/// Fails instead of waiting forever. With the paused clock the timeout takes no real time.
 pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(Duration::from_secs(3600), future)
         .await
