@@ -406,7 +406,7 @@ mod tests {
 
         /// A character is never split.
         #[test]
-        fn fit_keeps_whole_characters(text in "\\PC{0,80}", capacity in 0usize..60, max in 0usize..60) {
+        fn fit_never_splits_char(text in "\\PC{0,80}", capacity in 0usize..60, max in 0usize..60) {
             let buffer = pushed(capacity, text.as_bytes());
             let fitted = buffer.fit(Some(max));
             let odd = char::REPLACEMENT_CHARACTER;
