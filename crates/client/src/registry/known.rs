@@ -14,7 +14,7 @@ use exec_server_transport::registry::RegistryUrl;
 
 use crate::error::KnownEnvironmentsError;
 
-/// Maximum file size: 16 MiB, enough for a hundred thousand environments.
+/// Maximum number of bytes read: 16 MiB, enough for a hundred thousand environments.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
 /// File of known environment keys; it may not exist yet.
