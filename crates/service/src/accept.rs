@@ -1,4 +1,5 @@
-//! A door that somebody may be at. Knows not whether they may come in.
+//! Listening socket that is checked for readiness before `accept(2)`. Authorization happens in
+//! `guard`.
 
 use std::future::poll_fn;
 use std::io;
@@ -13,19 +14,19 @@ use tokio::io::unix::AsyncFd;
 
 /// A listening socket.
 ///
-/// The kernel makes a whole connection before it finds that nobody waits to have it, so that asking
-/// once too often, as one has to after each that was accepted, costs as much as accepting one. To
-/// look is a tenth of that.
+/// Each accepted connection must be followed by a check for another one. An `accept(2)` call that
+/// fails with `EAGAIN` costs as much as one that succeeds, because the kernel allocates the
+/// connection first. A readiness check costs a tenth of that.
 #[derive(Debug)]
 pub(crate) struct Door(AsyncFd<OwnedFd>);
 
 impl Door {
-    /// At this socket, which must not block.
+    /// Wraps a listening socket, which must be non-blocking.
     pub(crate) fn new(listener: impl Into<OwnedFd>) -> io::Result<Self> {
         Ok(Self(register(listener.into(), Interest::READABLE)?))
     }
 
-    /// Whoever comes next, and from where if that has an address. Cancel safe.
+    /// Accepts the next connection; returns it and the peer address, if it has one. Cancel safe.
     pub(crate) async fn accept(&self) -> io::Result<(OwnedFd, Option<SocketAddr>)> {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         loop {
@@ -34,14 +35,15 @@ impl Door {
                 Ok((connection, peer)) => {
                     return Ok((connection, peer.and_then(|peer| peer.try_into().ok())));
                 }
-                // It has gone again, or somebody else has this socket as well.
+                // The peer disconnected, or another process that shares this socket accepted the
+                // connection.
                 Err(rustix::io::Errno::AGAIN) => {}
                 Err(error) => return Err(error.into()),
             }
         }
     }
 
-    /// Waits until somebody is there. Cancel safe.
+    /// Waits until a connection is pending. Cancel safe.
     async fn heard(&self) -> io::Result<()> {
         loop {
             let mut waited = false;
@@ -51,7 +53,7 @@ impl Door {
                 ready
             });
             let mut ready = ready.await?;
-            // This is news; what was heard before may have been let in.
+            // The socket became readable just now; an earlier readiness may be out of date.
             if waited {
                 return Ok(());
             }
@@ -74,11 +76,11 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn everybody_is_heard_and_nobody_else() {
+    async fn accept_returns_each_pending_connection_once() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let door = Door::new(listener.into_std().unwrap()).unwrap();
-        // Several before anybody listens, then some one by one.
+        // Some connections arrive before the first `accept`, the others one by one.
         let mut early = Vec::new();
         for _ in 0..5 {
             early.push(TcpStream::connect(address).await.unwrap());

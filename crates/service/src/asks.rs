@@ -1,7 +1,8 @@
-//! Questions of the server to its client, and the answers to them.
+//! Requests from the server to its client, and their responses.
 //!
-//! Owns their ids and who waits for each. They end with the connection that carried them, answered
-//! or not: what a session asks next goes over whichever connection it has then.
+//! Assigns the request ids and finds the waiting task for each response. Pending requests end with
+//! their connection, answered or not: the next request of a session uses the connection that the
+//! session has then.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,41 +16,43 @@ use tokio::sync::{Notify, oneshot};
 
 use crate::outbox::{Outbox, Reply};
 
-/// Questions that may wait for an answer at one time; clients are made for as many.
+/// Requests that may wait for a response at one time. Clients support the same number.
 const MAX_ASKS: usize = 256;
 
-/// Questions of one connection.
+/// Pending server requests of one connection.
 #[derive(Debug, Default)]
 pub(crate) struct Asks {
-    /// Never held across an await.
+    /// This lock is never held across an await.
     state: Mutex<State>,
-    /// One was asked.
+    /// Signals that a request was sent.
     begun: Notify,
 }
 
 #[derive(Debug, Default)]
 struct State {
     waiting: HashMap<i64, oneshot::Sender<PolicyAnswer>>,
-    /// The id of the latest.
+    /// The id of the latest request.
     last: i64,
-    /// There will be no more answers.
+    /// The connection has ended: no more responses will arrive.
     closed: bool,
 }
 
-/// What an answer was to.
+/// The request that a response belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Settled {
-    /// Somebody waited for it, or has given up.
+    /// A request of this server; its task may still wait for the response or may have stopped
+    /// waiting.
     Known,
-    /// Nothing that was ever asked.
+    /// An id that this server never used.
     Stray,
 }
 
 impl Asks {
-    /// Asks and waits for the answer; `None` if there will be none: too many wait already, the client
-    /// cannot answer, or the connection has ended.
+    /// Sends a request and waits for the response. Returns `None` if there will be no response: too
+    /// many requests are pending, the client does not support server requests, or the connection
+    /// has ended.
     ///
-    /// Waits for ever otherwise. Cancel safe: a question whose asker is gone is forgotten.
+    /// Has no timeout. Cancel safe: if this future is dropped, the pending request is removed.
     pub(crate) async fn ask(
         self: &Arc<Self>,
         outbox: &Outbox,
@@ -78,7 +81,8 @@ impl Asks {
         answer.await.ok()
     }
 
-    /// Takes an answer; an error, or what is no answer, is as good as none.
+    /// Passes a response to the task that waits for it. An error or an invalid response counts as
+    /// no response.
     pub(crate) fn settle(&self, id: &RequestId, result: Option<&str>) -> Settled {
         let RequestId::Number(id) = *id else {
             return Settled::Stray;
@@ -96,17 +100,17 @@ impl Asks {
         Settled::Known
     }
 
-    /// Whether an answer is expected.
+    /// Whether a request waits for its response.
     pub(crate) fn is_pending(&self) -> bool {
         !self.state.lock().waiting.is_empty()
     }
 
-    /// Waits until something is asked, or was since this was last waited for.
+    /// Waits until a request is sent; returns immediately if one was sent since the last call.
     pub(crate) async fn begun(&self) {
         self.begun.notified().await;
     }
 
-    /// There will be no more answers.
+    /// Ends all pending requests without a response and refuses new ones.
     pub(crate) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
@@ -116,7 +120,7 @@ impl Asks {
     }
 }
 
-/// Takes a question out of the table when nobody waits for its answer any more.
+/// Removes a pending request when the task that waits for the response is dropped.
 struct Forget<'a> {
     asks: &'a Asks,
     id: i64,
@@ -156,7 +160,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn each_answer_is_for_one_question() {
+    async fn each_response_completes_the_request_with_its_id() {
         let asks = Arc::new(Asks::default());
         let first = asked(&asks);
         asks.begun().await;
@@ -171,7 +175,7 @@ mod tests {
         let reason = "no".to_owned();
         assert_eq!(second.await.unwrap(), Some(PolicyAnswer::Deny { reason }));
         assert!(!asks.is_pending());
-        // Late, repeated and strange ones concern nobody.
+        // Late, repeated and unknown responses complete no request.
         assert_eq!(asks.settle(&number(1), allow()), Settled::Known);
         for stray in [
             number(3),
@@ -184,7 +188,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_no_answer_is_none() {
+    async fn error_and_invalid_responses_count_as_no_response() {
         let asks = Arc::new(Asks::default());
         let mut id = 0;
         for odd in [
@@ -202,7 +206,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn they_are_bounded_forgotten_and_end_with_their_connection() {
+    async fn pending_requests_are_bounded_removed_when_dropped_and_end_with_connection() {
         let asks = Arc::new(Asks::default());
         let mut all: Vec<_> = (0..MAX_ASKS).map(|_| asked(&asks)).collect();
         while asks.state.lock().waiting.len() < MAX_ASKS {

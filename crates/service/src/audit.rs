@@ -1,6 +1,7 @@
-//! The record of who ran what, under which policy, with which result.
+//! Audit log: which client ran which command, under which policy, with which result.
 //!
-//! Owns what is written and what must not be; the file is a [`Journal`], for which nothing waits.
+//! Decides what is written and what is redacted; a [`Journal`] writes the file, and no caller waits
+//! for it.
 
 use std::io;
 use std::path::Path;
@@ -17,16 +18,16 @@ use serde_json::json;
 
 use crate::auth::Identity;
 
-/// Bytes of one argument that are written; the rest is told by its length.
+/// Bytes of one argument that are written; of the rest only the length is written.
 const MAX_ARGUMENT_BYTES: usize = 1024;
 
-/// Arguments that are written.
+/// Arguments of one command that are written.
 const MAX_ARGUMENTS: usize = 64;
 
-/// What replaces something that must not be written.
+/// Text that replaces an argument or a part of it that must not be written.
 const REDACTED: &str = "[redacted]";
 
-/// An audit log; cheap to clone.
+/// Audit log; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Audit {
     journal: Journal,
@@ -34,14 +35,14 @@ pub struct Audit {
 }
 
 impl Audit {
-    /// Appends to this file, which only its owner can read; `redact` are texts that hide the
-    /// arguments in which they occur.
+    /// Opens the log file for appending; only its owner can read the file. `redact` contains texts:
+    /// an argument that contains one of them is not written.
     ///
-    /// A text that ends with `=` hides what follows it, in the same argument.
+    /// If a text ends with `=`, only the part of the argument behind it is replaced.
     ///
     /// # Errors
     ///
-    /// When the file cannot be opened or its thread not be started.
+    /// When the file cannot be opened or the writer thread cannot be started.
     pub fn open(path: &Path, redact: Vec<String>) -> io::Result<Self> {
         Ok(Self {
             journal: Journal::open(path)?,
@@ -49,7 +50,7 @@ impl Audit {
         })
     }
 
-    /// Somebody came, or was not let in.
+    /// Records an accepted connection, or a refused one with the reason.
     pub(crate) fn connected(&self, peer: &str, outcome: Result<&Identity, &str>) {
         let (event, who, reason) = match outcome {
             Ok(identity) => ("connected", Some(&*identity.name), None),
@@ -60,7 +61,7 @@ impl Audit {
         }));
     }
 
-    /// Somebody asked for a process; `outcome` is its number, or why there is none.
+    /// Records a request to start a process; `outcome` is the process id, or why the start failed.
     pub(crate) fn started(&self, run: &Run<'_>, outcome: Result<i32, &str>) {
         let argv: Vec<_> = run
             .argv
@@ -84,7 +85,7 @@ impl Audit {
         }));
     }
 
-    /// A process has ended.
+    /// Records the end of a process.
     pub(crate) fn exited(&self, session: &str, process_id: &str, pid: i32, exit: &Exit) {
         self.journal.append(&json!({
             "time": now(),
@@ -98,7 +99,7 @@ impl Audit {
         }));
     }
 
-    /// A process wanted to reach somebody.
+    /// Records the decision on an attempt of a process to connect to a host.
     pub(crate) fn network(
         &self,
         identity: &Identity,
@@ -122,8 +123,8 @@ impl Audit {
         }));
     }
 
-    /// Somebody has this machine make a request. Neither its headers nor what its URL asks for are
-    /// written: both hold secrets.
+    /// Records an HTTP request that this machine makes for a client. Neither the headers nor the
+    /// query of the URL are written: both can hold secrets.
     pub(crate) fn requested(&self, identity: &Identity, params: &RequestParams) {
         let url = url_without_secrets(&params.url);
         self.journal.append(&json!({
@@ -132,7 +133,7 @@ impl Audit {
         }));
     }
 
-    /// A request changes files.
+    /// Records a request that changes files.
     pub(crate) fn changed(&self, identity: &Identity, method: &str, change: FileChange<'_>) {
         let clean = |path: &PathUri| self.clean(&path.to_string());
         self.journal.append(&json!({
@@ -141,7 +142,7 @@ impl Audit {
         }));
     }
 
-    /// An argument as it may be written.
+    /// Returns an argument as it may be written: shortened and redacted.
     fn clean(&self, argument: &str) -> String {
         let mut cut = argument.len().min(MAX_ARGUMENT_BYTES);
         while !argument.is_char_boundary(cut) {
@@ -164,20 +165,20 @@ impl Audit {
     }
 }
 
-/// Who asked for what.
+/// A request to run a command, with the client that sent it.
 pub(crate) struct Run<'a> {
     pub(crate) identity: &'a Identity,
     pub(crate) session: &'a str,
     pub(crate) process_id: &'a str,
     pub(crate) argv: &'a [String],
     pub(crate) cwd: String,
-    /// The sandbox that was asked for.
+    /// The sandbox policy that the request names.
     pub(crate) policy: &'a str,
-    /// How much of it is enforced, if it runs and there is something to enforce.
+    /// How much of the policy is enforced, if the process runs and the policy restricts it.
     pub(crate) enforcement: Option<EnforcementLevel>,
 }
 
-/// A URL without the name and the password of its user, and without its query.
+/// Returns the URL without user name, password and query.
 fn url_without_secrets(url: &str) -> String {
     let end = url.find(['?', '#']).unwrap_or(url.len());
     let url = &url[..end];
@@ -196,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls_are_written_without_what_they_hide() {
+    fn urls_are_logged_without_credentials_and_query() {
         for (url, written) in [
             ("https://u:p@h.test:1/a/b?token=x#y", "https://h.test:1/a/b"),
             ("http://h.test", "http://h.test"),
@@ -208,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn arguments_are_cleaned() {
+    fn arguments_are_redacted_and_shortened() {
         let directory = tempfile::tempdir().unwrap();
         let redact = vec!["password".to_owned(), "TOKEN=".to_owned()];
         let audit = Audit::open(&directory.path().join("audit"), redact).unwrap();

@@ -1,7 +1,7 @@
-//! Who may use a server: bearer tokens, what they prove and what they allow.
+//! Authentication of clients: bearer tokens, the identity they prove and the scopes they grant.
 //!
-//! Owns the rules for tokens and their texts of refusal. Knows no socket: it is asked about the head
-//! of an HTTP request and a moment in time.
+//! Owns the rules for tokens and the texts of refusals. Does no IO: it checks the head of an HTTP
+//! request against a point in time.
 
 use std::fmt;
 use std::str::FromStr;
@@ -16,13 +16,13 @@ use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 use subtle::{Choice, ConditionallySelectable as _, ConstantTimeEq as _};
 
-/// The shortest secret that may sign tokens: as long as what it makes.
+/// Minimum length of a secret that signs tokens: the length of an HMAC-SHA256 signature.
 pub const MIN_SECRET_BYTES: usize = 32;
 
-/// How far clocks may be apart unless said otherwise.
+/// Default for the tolerated difference between the clocks of issuer and server.
 pub const DEFAULT_CLOCK_SKEW: Duration = Duration::from_secs(30);
 
-/// The place of a scope in a set.
+/// The bit of a scope in a set.
 fn bit(scope: Scope) -> u8 {
     1 << scope as u8
 }
@@ -32,12 +32,12 @@ fn bit(scope: Scope) -> u8 {
 pub struct Scopes(u8);
 
 impl Scopes {
-    /// None.
+    /// The empty set.
     pub const NONE: Self = Self(0);
-    /// All there are, and whatever may be added.
+    /// All scopes, including those of later versions.
     pub const ALL: Self = Self(u8::MAX);
 
-    /// With one more.
+    /// Adds a scope.
     #[must_use]
     pub fn with(self, scope: Scope) -> Self {
         let implied = match scope {
@@ -47,17 +47,17 @@ impl Scopes {
         Self(self.0 | bit(scope) | implied)
     }
 
-    /// Whether this one is among them.
+    /// Whether the set contains this scope.
     pub fn contains(self, scope: Scope) -> bool {
         self.0 & bit(scope) != 0
     }
 
-    /// Whether all of `others` are among them.
+    /// Whether the set contains all of `others`.
     pub fn include(self, others: Self) -> bool {
         others.0 & !self.0 == 0
     }
 
-    /// The scopes of a claim: words that are none allow nothing.
+    /// Parses the scopes of a claim; unknown names grant nothing.
     fn of_claim(text: &str) -> Self {
         text.split_ascii_whitespace()
             .filter_map(|word| Scope::ALL.into_iter().find(|scope| scope.name() == word))
@@ -79,7 +79,7 @@ impl fmt::Display for Scopes {
     }
 }
 
-/// Not a list of scopes.
+/// The error for a text that is not a list of scopes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown scope `{0}`; there are exec, fs:read, fs:write and observe")]
 pub struct ScopesParseError(String);
@@ -101,7 +101,7 @@ impl FromStr for Scopes {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Proof {
-    /// Not at all.
+    /// No proof: the server does not require authentication.
     None,
     /// A capability token; the name is the token's.
     Capability,
@@ -118,18 +118,18 @@ pub enum Proof {
 /// The identity of a client, and what it allows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
-    /// The name of the token, or what it says of its bearer.
+    /// The name of the token, or of the client as the token states it.
     pub name: Arc<str>,
-    /// How the client has proven that.
+    /// How the client has proven its identity.
     pub proof: Proof,
-    /// What it may do.
+    /// The operations that the client is authorized for.
     pub scopes: Scopes,
     /// When its token stops being accepted; `None` if it does not expire.
     pub expires: Option<SystemTime>,
 }
 
 impl Identity {
-    /// Somebody who may do anything, without having proved anything.
+    /// The identity of a client that is not authenticated and may do everything.
     pub fn anyone() -> Self {
         Self {
             name: "anyone".into(),
@@ -139,13 +139,13 @@ impl Identity {
         }
     }
 
-    /// Whether both are the same client, whatever their scopes.
+    /// Whether both are the same client, regardless of their scopes.
     pub fn is_same(&self, other: &Self) -> bool {
         self.proof == other.proof && self.name == other.name
     }
 }
 
-/// A token that is known by its hash.
+/// A capability token, stored as its SHA-256 hash.
 #[derive(Clone)]
 pub struct CapabilityToken {
     name: Arc<str>,
@@ -154,17 +154,17 @@ pub struct CapabilityToken {
 }
 
 impl CapabilityToken {
-    /// A token whose text is known.
+    /// Creates an entry from the text of the token.
     pub fn new(name: &str, token: &Secret, scopes: Scopes) -> Self {
         Self::hashed(name, Sha256::digest(token.expose()).into(), scopes)
     }
 
-    /// Whether this is the same token with the same name and the same scopes.
+    /// Whether both are the same token with the same name and the same scopes.
     fn is_same(&self, other: &Self) -> bool {
         self.hash == other.hash && self.name == other.name && self.scopes == other.scopes
     }
 
-    /// A token of which only the SHA-256 is known.
+    /// Creates an entry from the SHA-256 hash of the token.
     pub fn hashed(name: &str, hash: [u8; 32], scopes: Scopes) -> Self {
         Self {
             name: name.into(),
@@ -183,21 +183,21 @@ impl fmt::Debug for CapabilityToken {
     }
 }
 
-/// Tokens that somebody else has signed.
+/// Settings for signed tokens (JWT) of an external issuer.
 #[derive(Debug, Clone)]
 pub struct SignedTokens {
-    /// Signs them; at least [`MIN_SECRET_BYTES`] long.
+    /// The secret that signs the tokens; at least [`MIN_SECRET_BYTES`] long.
     pub secret: Secret,
-    /// Who must have issued them.
+    /// The required issuer (`iss`), if any.
     pub issuer: Option<String>,
-    /// For whom they must be.
+    /// The required audience (`aud`), if any.
     pub audience: Option<String>,
-    /// How far the clocks of issuer and server may be apart.
+    /// Tolerated difference between the clocks of issuer and server.
     pub max_clock_skew: Duration,
 }
 
 impl SignedTokens {
-    /// Whether the same tokens are accepted.
+    /// Whether both accept the same tokens.
     fn is_same(&self, other: &Self) -> bool {
         self.secret.expose() == other.secret.expose()
             && self.issuer == other.issuer
@@ -206,64 +206,64 @@ impl SignedTokens {
     }
 }
 
-/// How clients prove who they are.
+/// How clients are authenticated.
 #[derive(Debug, Clone, Default)]
 pub enum Auth {
-    /// Not at all.
+    /// Clients are not authenticated.
     #[default]
     Open,
-    /// By one of these tokens.
+    /// One of these capability tokens is required.
     Capability(Vec<CapabilityToken>),
-    /// By a signed token (JWT, HS256).
+    /// A signed token (JWT, HS256) is required.
     Signed(SignedTokens),
 }
 
-/// Why a token was not accepted. The texts are part of the wire.
+/// Why a token was refused. The texts are part of the wire protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AuthError {
-    /// No header.
+    /// The request has no `Authorization` header.
     #[error("missing websocket bearer token")]
     Missing,
-    /// A header without a bearer token in it, or more than one.
+    /// The header contains no bearer token, or there is more than one header.
     #[error("invalid authorization header")]
     Header,
-    /// Not one of ours.
+    /// The capability token is unknown.
     #[error("invalid websocket bearer token")]
     Token,
-    /// Not signed by our secret, or not what a token must be.
+    /// The signature is wrong, or the token is malformed.
     #[error("invalid websocket jwt")]
     Jwt,
-    /// Its time is over.
+    /// The token has expired.
     #[error("expired websocket jwt")]
     Expired,
-    /// Its time has not come.
+    /// The token is not valid yet (`nbf`).
     #[error("websocket jwt is not valid yet")]
     NotYet,
-    /// Issued by somebody else.
+    /// The token has a different issuer.
     #[error("websocket jwt issuer mismatch")]
     Issuer,
-    /// For somebody else.
+    /// The token has a different audience.
     #[error("websocket jwt audience mismatch")]
     Audience,
 }
 
 impl Auth {
-    /// Whether clients have to prove anything.
+    /// Whether clients must authenticate.
     pub fn is_required(&self) -> bool {
         !matches!(self, Self::Open)
     }
 
-    /// Whom the head of a request speaks for.
+    /// Returns the identity of the client that sent this request.
     ///
     /// # Errors
     ///
-    /// Why it speaks for nobody.
+    /// When the request is not authenticated, with the reason.
     pub fn check(&self, head: &Head, now: SystemTime) -> Result<Identity, AuthError> {
         self.find(head, now).map(|(identity, _)| identity)
     }
 
-    /// As [`Auth::check`]; also which of the [`Auth::credentials`] has proven it.
+    /// As [`Auth::check`]; also returns the index of the credential, below [`Auth::credentials`].
     pub(crate) fn find(
         &self,
         head: &Head,
@@ -276,8 +276,8 @@ impl Auth {
         }
     }
 
-    /// How many credentials can be withdrawn one by one: each capability token, or one for all
-    /// clients without a token, or one for all signed tokens.
+    /// The number of credentials that can be revoked separately: each capability token is one; all
+    /// signed tokens together are one; all clients without a token are one.
     pub(crate) fn credentials(&self) -> usize {
         match self {
             Self::Capability(tokens) => tokens.len(),
@@ -285,8 +285,8 @@ impl Auth {
         }
     }
 
-    /// Which credential of `newer` is the one at `index` here; `None` if it was withdrawn or
-    /// allows something else.
+    /// Returns the index in `newer` of the credential at `index`; `None` if the credential was
+    /// revoked or its scopes have changed.
     pub(crate) fn kept(&self, index: usize, newer: &Self) -> Option<usize> {
         match (self, newer) {
             (Self::Open, Self::Open) => Some(0),
@@ -300,11 +300,11 @@ impl Auth {
     }
 }
 
-/// The bearer token of a request.
+/// Extracts the bearer token of a request.
 fn bearer(head: &Head) -> Result<&str, AuthError> {
     let mut headers = head.headers_named("authorization");
     let header = headers.next().ok_or(AuthError::Missing)?;
-    // Which of two would count is not for us to guess: somebody in between may see it otherwise.
+    // With two headers, a proxy in between may use the other one, so the request is refused.
     if headers.next().is_some() || !header.is_ascii() {
         return Err(AuthError::Header);
     }
@@ -316,7 +316,8 @@ fn bearer(head: &Head) -> Result<&str, AuthError> {
     Ok(token)
 }
 
-/// Compares hashes in a time that depends on neither the token nor which one it matches.
+/// Finds the token by its hash, in a time that depends neither on the token nor on which one
+/// matches.
 fn capability(tokens: &[CapabilityToken], token: &str) -> Result<(Identity, usize), AuthError> {
     let hash: [u8; 32] = Sha256::digest(token).into();
     let mut found = Choice::from(0);
@@ -349,7 +350,7 @@ impl From<jwt::Error> for AuthError {
             jwt::Error::Issuer => Self::Issuer,
             jwt::Error::Audience => Self::Audience,
             error => {
-                // The response does not say what is wrong with it; the operator may want to know.
+                // The response does not say why the token is wrong; the log does, for the operator.
                 tracing::debug!(%error, "a signed token was refused");
                 Self::Jwt
             }
@@ -357,8 +358,8 @@ impl From<jwt::Error> for AuthError {
     }
 }
 
-/// Claims with which other issuers limit a token. They are not understood here, and a limited token
-/// must not become one that allows everything.
+/// Claims with which other issuers limit a token. This server cannot interpret them, and must not
+/// treat a limited token as one that allows everything.
 const FOREIGN_SCOPES: [&str; 2] = ["scp", "scopes"];
 
 fn signed(rules: &SignedTokens, token: &str, now: SystemTime) -> Result<Identity, AuthError> {
@@ -376,7 +377,7 @@ fn signed(rules: &SignedTokens, token: &str, now: SystemTime) -> Result<Identity
         Some(subject) => (subject.into(), Proof::Subject),
         None => ("signed".into(), Proof::NoSubject),
     };
-    // The first second in which it would be refused.
+    // The first second in which the token is refused.
     let end = claims.expires().saturating_add(leeway).saturating_add(1);
     let end = Duration::from_secs(u64::try_from(end).unwrap_or_default());
     Ok(Identity {
@@ -387,7 +388,8 @@ fn signed(rules: &SignedTokens, token: &str, now: SystemTime) -> Result<Identity
     })
 }
 
-/// Everything without a claim, as tokens of the compatible protocol have none.
+/// Returns the scopes of a token. A token without the claim has all scopes, because tokens of the
+/// compatible protocol have no such claim.
 fn claimed_scopes(claims: &Claims) -> Result<Scopes, AuthError> {
     let foreign = FOREIGN_SCOPES
         .into_iter()
@@ -419,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn capability_tokens() {
+    fn capability_token_check_accepts_only_listed_tokens() {
         let read = Scopes::NONE.with(Scope::FsRead);
         let tokens = [("a", "one", Scopes::ALL), ("b", "two", read)]
             .map(|(name, text, scopes)| CapabilityToken::new(name, &text.into(), scopes));
@@ -463,14 +465,14 @@ mod tests {
         }
     }
 
-    /// A token with these claims.
+    /// Creates a token with these claims.
     fn token(claims: &str, secret: &str) -> Secret {
         let claims = serde_json::value::RawValue::from_string(claims.to_owned()).unwrap();
         jwt::sign(&claims, &secret.into()).unwrap()
     }
 
     #[test]
-    fn signed_tokens() {
+    fn signed_token_check_verifies_signature_time_issuer_and_audience() {
         let secret = "s".repeat(32);
         let auth = Auth::Signed(rules());
         let check = |token: &str| auth.check(&head(&[&format!("Bearer {token}")]), now());
@@ -494,7 +496,7 @@ mod tests {
             ("ci", "fs:read observe")
         );
         assert_eq!(with(r#","scope":"""#).unwrap().scopes, Scopes::NONE);
-        // It is compared with nothing.
+        // `iat` is not checked.
         assert!(with(r#","iat":9999999999"#).is_ok());
         for (more, error) in [
             (r#","exp":9999999999"#, AuthError::Jwt),
@@ -583,7 +585,7 @@ mod tests {
             format!("{right}.x"),
             format!(".{right}"),
             right[..right.len() - 2].to_owned(),
-            // `{"alg":"none"}`
+            // The header is `{"alg":"none"}`.
             right.replacen(right.split('.').next().unwrap(), "eyJhbGciOiJub25lIn0", 1),
             "x".to_owned(),
             "..".to_owned(),
@@ -636,7 +638,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_without_subject_is_not_the_subject_signed() {
+    fn token_without_subject_differs_from_token_with_subject_signed() {
         let auth = Auth::Signed(SignedTokens {
             issuer: None,
             audience: None,
@@ -688,7 +690,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_signed_can_be_checked_and_read() {
+    fn signed_token_is_accepted_and_returns_its_claims() {
         let rules = rules();
         let claims = jwt::TokenClaims {
             exp: NOW,

@@ -1,29 +1,29 @@
-//! Input that waits for children to take it, counted by bytes for one connection.
+//! Byte budget of one connection for stdin data that children have not read yet.
 //!
-//! A write to a child that does not read waits, and must hold up no other request; but what waits
-//! is kept in memory, so beyond a bound no further request is read.
+//! A write to a child that does not read its input waits and must not delay other requests. The
+//! waiting data is kept in memory, so above a limit the server reads no further request.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::sync::Notify;
 
-/// Bytes of waiting input beyond which no further request is read: many times what a pipe holds,
-/// little enough for a server with many such connections.
+/// Limit of waiting stdin data, in bytes, above which no further request is read: 16 MiB is many
+/// times a pipe buffer, and small enough for a server with many such connections.
 const HIGH_BYTES: usize = 16 << 20;
 
-/// What a waiting write costs besides its bytes, so that empty ones are bounded as well.
+/// Bytes that a waiting write counts in addition to its data, so that empty writes are bounded too.
 const WRITE_BYTES: usize = 512;
 
-/// Input that waits for children to take it.
+/// Stdin data of one connection that children have not read yet.
 #[derive(Debug, Default)]
 pub(crate) struct Backlog {
     bytes: AtomicUsize,
-    /// Something was taken.
+    /// Signals that a child has read data.
     taken: Notify,
 }
 
-/// One waiting write; counted until it is dropped.
+/// One waiting write; it is counted until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Share {
     backlog: Arc<Backlog>,
@@ -45,7 +45,7 @@ impl Backlog {
         self.bytes.load(Ordering::Relaxed) >= HIGH_BYTES
     }
 
-    /// Waits until there is room for more.
+    /// Waits until the backlog is below the limit.
     pub(crate) async fn room(&self) {
         loop {
             let taken = self.taken.notified();

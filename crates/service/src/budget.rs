@@ -1,6 +1,6 @@
-//! Memory that connections share: a budget in bytes for the whole server, divided fairly.
+//! Memory budget of the server, in bytes, that all connections share fairly.
 //!
-//! One budget bounds answers that wait for their peers, another one messages that are not complete.
+//! One budget bounds responses that wait for their peers; another one bounds incomplete messages.
 //! The limits of a single connection are in `outbox` and `backlog`.
 //!
 //! ```text
@@ -10,9 +10,9 @@
 //! │                          │ little      │             │
 //! ```
 //!
-//! Waiting requests are granted by what their principal holds, then by what their connection holds:
-//! the least first. If that is not enough, because peers take nothing of what they asked for, the
-//! connection that holds the most and makes no progress ends.
+//! Memory is granted first to the waiting request whose principal holds the least, then to the one
+//! whose connection holds the least. If no memory becomes free because peers do not read their
+//! responses, the server closes the connection that holds the most and makes no progress.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -28,26 +28,26 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// What each connection may hold while there is anything left of the budget: one block of a file as
+/// Bytes that each connection may hold as long as the budget has any left: one block of a file as
 /// text, or two pieces of a file that is sent in pieces.
 pub(crate) const GUARANTEED_BYTES: usize = 3 << 19;
 
-/// How long a peer that holds memory may make no progress while others wait for it.
+/// How long a peer that holds memory may make no progress while other connections wait for memory.
 const STALLED: Duration = Duration::from_secs(5);
 
-/// Less than this in [`STALLED`] is no progress.
+/// Fewer bytes than this in [`STALLED`] count as no progress.
 const PROGRESS_BYTES: usize = 64 * 1024;
 
-/// How often a request that waits looks for peers without progress.
+/// Interval at which a waiting request checks for peers without progress.
 const TICK: Duration = Duration::from_millis(500);
 
 /// Whether one connection may go beyond the budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Excess {
-    /// None may.
+    /// No connection may exceed it.
     Refused,
-    /// The connection that holds the most may: messages free their memory only when they are complete,
-    /// so otherwise all connections could wait for each other.
+    /// The connection that holds the most may exceed it. Messages free their memory only when they
+    /// are complete, so without this rule all connections could wait for each other.
     ForLargest,
 }
 
@@ -62,14 +62,14 @@ pub(crate) struct Budget {
 #[derive(Debug, Default)]
 struct State {
     used: usize,
-    /// Accounts that hold something, by their number.
+    /// Accounts that hold memory, by their number.
     holders: HashMap<u64, Holder>,
-    /// What the accounts of each principal hold.
+    /// Bytes that the accounts of each principal hold.
     principals: HashMap<Arc<str>, usize>,
-    /// In the order in which they came.
+    /// Waiting requests, in order of arrival.
     waiting: Vec<Waiting>,
     next_account: u64,
-    /// When a connection was ended last.
+    /// When a connection was last closed for making no progress.
     ended: Option<Instant>,
 }
 
@@ -79,7 +79,7 @@ struct Holder {
     bytes: usize,
 }
 
-/// A request that waits.
+/// A request that waits for memory.
 #[derive(Debug)]
 struct Waiting {
     account: Account,
@@ -87,7 +87,7 @@ struct Waiting {
     granted: oneshot::Sender<Share>,
 }
 
-/// A connection's part in a budget; cheap to clone.
+/// The account of one connection in a budget; cheap to clone.
 #[derive(Debug, Clone)]
 pub(crate) struct Account {
     budget: Arc<Budget>,
@@ -100,15 +100,15 @@ struct Shared {
     principal: Arc<str>,
     /// Cancelled to end the connection.
     end: CancellationToken,
-    /// The peer has to do something: take an answer, or send more.
+    /// The connection waits for its peer, which must read a response or send more data.
     depends_on_peer: AtomicBool,
-    /// When it last did so, in milliseconds of [`now`].
+    /// When the peer last made progress, in milliseconds of [`now`].
     progress: AtomicU64,
-    /// Bytes that count towards the next progress.
+    /// Bytes moved since the last progress.
     progressed: AtomicUsize,
 }
 
-/// Bytes of a budget, given back when this is dropped.
+/// Bytes taken from a budget; returned to it on drop.
 #[derive(Debug)]
 pub(crate) struct Share {
     account: Account,
@@ -131,18 +131,18 @@ impl Budget {
         })
     }
 
-    /// Changes how much there is; what is held already stays.
+    /// Changes the size of the budget; bytes already taken are kept.
     pub(crate) fn set_total(self: &Arc<Self>, total: usize) {
         self.total.store(total, Ordering::Relaxed);
         self.grant(self.state());
     }
 
-    /// Bytes that are held.
+    /// Bytes in use.
     pub(crate) fn used(&self) -> usize {
         self.state().used
     }
 
-    /// An account for a connection of this principal; `end` ends the connection.
+    /// Creates the account of a connection of this principal; `end` ends the connection.
     pub(crate) fn account(
         self: &Arc<Self>,
         principal: &Arc<str>,
@@ -174,7 +174,7 @@ impl Budget {
         self.total.load(Ordering::Relaxed)
     }
 
-    /// Whether there is room for so many bytes more of this account.
+    /// Whether this account may take `bytes` more.
     fn fits(&self, state: &State, account: &Shared, bytes: usize) -> bool {
         let total = self.total();
         let held = state.held(account);
@@ -193,7 +193,7 @@ impl Budget {
         used <= limit || state.used == 0 || self.is_excess(state, account)
     }
 
-    /// Whether this account may go beyond the budget.
+    /// Whether this account may exceed the budget.
     fn is_excess(&self, state: &State, account: &Shared) -> bool {
         let largest = || {
             state
@@ -203,7 +203,7 @@ impl Budget {
         self.excess == Excess::ForLargest && largest()
     }
 
-    /// Grants waiting requests that fit. Releases the lock before it wakes them.
+    /// Grants the waiting requests that fit. Releases the lock before it wakes them.
     fn grant(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
         let mut granted = Vec::new();
         while let Some(at) = self.next(&state) {
@@ -216,12 +216,12 @@ impl Budget {
         }
         drop(state);
         for (sender, share) in granted {
-            // The share is given back if the request was cancelled.
+            // If the request was cancelled, this returns the share to the budget.
             drop(sender.send(share));
         }
     }
 
-    /// Which of the waiting requests is granted now.
+    /// Selects the waiting request that is granted next.
     fn next(&self, state: &State) -> Option<usize> {
         let rank = |waiting: &Waiting| {
             let account = &waiting.account.shared;
@@ -230,8 +230,8 @@ impl Budget {
         };
         let fits = |waiting: &Waiting| self.fits(state, &waiting.account.shared, waiting.bytes);
         let waiting = state.waiting.iter().enumerate();
-        // One that holds little goes before others that do not fit; those do not go before each
-        // other, so that one that wants much has its turn.
+        // An account that holds little is served before a larger request that does not fit. Larger
+        // requests do not overtake each other, so that each is served eventually.
         let first = waiting.clone().min_by_key(|(_, waiting)| rank(waiting))?;
         if fits(first.1) {
             return Some(first.0);
@@ -247,9 +247,9 @@ impl Budget {
             .next()
     }
 
-    /// Ends the connection that holds the most, if its peer makes no progress.
+    /// Closes the connection that holds the most if its peer makes no progress.
     fn end_stalled(&self) {
-        /// Until what was held is given back.
+        /// Time for a closed connection to return its memory before another one is closed.
         const PAUSE: Duration = Duration::from_millis(100);
         let mut state = self.state();
         if state.waiting.is_empty() || state.ended.is_some_and(|last| last.elapsed() < PAUSE) {
@@ -280,7 +280,7 @@ impl Budget {
 }
 
 impl State {
-    /// What the account that holds the most holds, and its number; the older one of two.
+    /// The bytes held by the largest account and its number; of two equal accounts, the older one.
     fn largest(&self) -> Option<(usize, u64)> {
         let holders = self.holders.iter();
         holders
@@ -296,7 +296,7 @@ impl State {
 }
 
 impl Account {
-    /// Notes that the account holds so many bytes more.
+    /// Adds `bytes` to the account.
     fn hold(&self, state: &mut State, bytes: usize) -> Share {
         state.used += bytes;
         let holder = state
@@ -315,8 +315,8 @@ impl Account {
         }
     }
 
-    /// What is counted for so many bytes: where nothing may go beyond the budget, half of it at the
-    /// most, so that it can be had while others hold little.
+    /// The bytes that a request counts: where the budget must not be exceeded, at most half of it,
+    /// so that the request can be granted while other connections hold little.
     fn counted(&self, bytes: usize) -> usize {
         match self.budget.excess {
             Excess::Refused => bytes.min(self.budget.total() / 2),
@@ -324,7 +324,7 @@ impl Account {
         }
     }
 
-    /// Takes so many bytes, if there are as many and no other request waits for them.
+    /// Takes `bytes` if they are free and no other request waits for them.
     pub(crate) fn try_take(&self, bytes: usize) -> Option<Share> {
         let bytes = self.counted(bytes);
         let mut state = self.budget.state();
@@ -336,9 +336,9 @@ impl Account {
             .then(|| self.hold(&mut state, bytes))
     }
 
-    /// Waits for so many bytes.
+    /// Waits until `bytes` are granted.
     ///
-    /// Cancel safe: what was granted to a future that is dropped is given back.
+    /// Cancel safe: a granted share is returned if the future is dropped.
     pub(crate) async fn take(&self, bytes: usize) -> Share {
         if let Some(share) = self.try_take(bytes) {
             return share;
@@ -347,14 +347,14 @@ impl Account {
         let (granted, mut share) = oneshot::channel();
         {
             let mut state = self.budget.state();
-            // Those whose connection has ended meanwhile.
+            // Removes requests whose connection has ended in the meantime.
             state.waiting.retain(|waiting| !waiting.granted.is_closed());
             state.waiting.push(Waiting {
                 account: self.clone(),
                 bytes,
                 granted,
             });
-            // Something may have been given back before this one waited.
+            // A share may have been returned before this request was added to the queue.
             self.budget.grant(state);
         }
         loop {
@@ -367,7 +367,7 @@ impl Account {
         }
     }
 
-    /// Sets whether the connection waits for its peer: to take an answer, or to send more.
+    /// Sets whether the connection waits for its peer to read a response or to send more data.
     pub(crate) fn depends_on_peer(&self, depends: bool) {
         let shared = &self.shared;
         if depends {
@@ -376,7 +376,7 @@ impl Account {
         shared.depends_on_peer.store(depends, Ordering::Relaxed);
     }
 
-    /// Notes that the peer has moved so many bytes.
+    /// Records that the peer has moved `bytes`.
     pub(crate) fn progressed(&self, bytes: usize) {
         let shared = &self.shared;
         if shared.progressed.fetch_add(bytes, Ordering::Relaxed) + bytes >= PROGRESS_BYTES {
@@ -391,14 +391,14 @@ impl Share {
         self.bytes
     }
 
-    /// Gives back all but so many bytes.
+    /// Returns all but `bytes` to the budget.
     pub(crate) fn shrink(&mut self, bytes: usize) {
         let spare = self.bytes.saturating_sub(bytes);
         self.bytes -= spare;
         self.account.give_back(spare);
     }
 
-    /// Makes one share of two of the same account.
+    /// Merges two shares of the same account.
     pub(crate) fn merge(&mut self, mut other: Self) {
         self.bytes += std::mem::take(&mut other.bytes);
     }
@@ -435,7 +435,7 @@ impl Account {
     }
 }
 
-/// The unfinished message of one connection, in a budget of those of all.
+/// Memory of the incomplete message of one connection, from the budget of all such messages.
 pub(crate) struct Unfinished {
     account: Account,
     share: Option<Share>,
@@ -443,7 +443,7 @@ pub(crate) struct Unfinished {
 }
 
 impl Unfinished {
-    /// Asked for at a time, so that it is seldom done.
+    /// Bytes requested in one step, large enough that steps are rare.
     const STEP_BYTES: usize = 1 << 20;
 
     pub(crate) fn new(account: Account) -> Self {
@@ -513,7 +513,7 @@ mod tests {
         (budget.account(&principal.into(), end.clone()), end)
     }
 
-    /// Whether a future has ended after everything that can run has run.
+    /// Returns the output of a future if it is ready once all other tasks have run.
     async fn is_ready<T>(future: &mut Pin<Box<dyn Future<Output = T> + '_>>) -> Option<T> {
         for _ in 0..10 {
             tokio::task::yield_now().await;
@@ -571,7 +571,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_request_that_is_given_up_is_not_waited_for() {
+    async fn dropped_request_does_not_block_others() {
         let budget = Budget::new(16 * MIB, Excess::Refused);
         let (one, _) = account(&budget, "a");
         let held = one.try_take(8 * MIB).unwrap();
@@ -584,7 +584,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_largest_unfinished_message_goes_on_beyond_the_budget() {
+    async fn largest_unfinished_message_may_exceed_the_budget() {
         let budget = Budget::new(4 * MIB, Excess::ForLargest);
         let (one, _) = account(&budget, "a");
         let (other, _) = account(&budget, "b");
@@ -602,7 +602,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_peer_without_progress_ends_when_others_wait() {
+    async fn connection_without_progress_is_closed_while_others_wait() {
         let budget = Budget::new(16 * MIB, Excess::Refused);
         let (stuck, ended) = account(&budget, "a");
         let (busy, busy_ended) = account(&budget, "a");

@@ -15,64 +15,65 @@ use crate::trace::Tracer;
 
 /// Limits and defaults of a server.
 ///
-/// Every bound that a client can run into is here, and the error that it causes names it.
+/// Contains every limit that a client can reach; the error of a reached limit names it.
 #[derive(Debug, Clone)]
 pub struct ExecServerConfig {
-    /// How long processes may go on once the server is told to stop, before they are ended.
+    /// How long processes may continue after a shutdown was requested, before the server ends them.
     pub drain_timeout: Duration,
-    /// From SIGTERM to SIGKILL for the processes of a server that shuts down.
+    /// Time between SIGTERM and SIGKILL for the processes of a server that shuts down.
     pub shutdown_grace: Duration,
-    /// Processes that one session may keep, ended ones that are still readable included.
+    /// Processes per session, including ended ones that are still readable.
     pub max_processes_per_session: usize,
     /// Live processes of the whole server.
     pub max_processes: usize,
     /// Output that each process retains.
     pub retention: Retention,
-    /// Output that all processes together may retain before no more are started.
+    /// Output that all processes together may retain before the server refuses to start more.
     pub max_retained_bytes: usize,
     /// How long a closed process stays readable.
     pub closed_retention: Duration,
-    /// How long an ended process's output may be silent while a descendant holds it open.
+    /// How long the output of an ended process may be silent while a descendant holds it open.
     pub inherited_output_grace: Duration,
-    /// How long a session outlives its connection, unless the client asks otherwise.
+    /// How long a session outlives its connection, unless the client requests another time.
     pub detach_grace: Duration,
-    /// The most that a client may ask for.
+    /// Maximum of the time that a client may request for that.
     pub max_detach_grace: Duration,
-    /// Requests of one connection that are worked on at the same time; 1 is strictly serial.
+    /// Requests of one connection that are processed concurrently; 1 is strictly serial.
     pub concurrent_requests: usize,
-    /// Requests of one connection that may wait for something to happen (`process/wait`, long
-    /// polls), beside those that are worked on.
+    /// Requests of one connection that may wait for an event (`process/wait`, long polls), in
+    /// addition to those that are processed.
     pub max_waiting_requests: usize,
     /// Bytes of large responses that all connections together may queue for their peers.
     pub max_queued_bytes: usize,
     /// Bytes of incomplete messages of all connections together. The largest one may exceed it, so
     /// that one message can always be completed.
     pub max_incomplete_bytes: usize,
-    /// Connections at one time, those in their handshake included.
+    /// Concurrent connections, including those in their handshake.
     pub max_connections: usize,
-    /// Connections from one address at one time.
+    /// Concurrent connections from one address.
     pub max_connections_per_address: usize,
-    /// How long a connection may take for its handshakes: TLS, and the HTTP request.
+    /// Timeout of the handshakes of a connection: TLS and the HTTP request.
     pub handshake_timeout: Duration,
-    /// Sessions at one time.
+    /// Concurrent sessions.
     pub max_sessions: usize,
-    /// How long a login shell may take to tell its state for a snapshot.
+    /// Timeout of a login shell that prints its state for a snapshot.
     pub snapshot_time: Duration,
-    /// Pings and how long to wait for a sign of life.
+    /// Ping interval, and the timeout for a response of the peer.
     pub keepalive: KeepaliveConfig,
-    /// The environment that policies of children start from: usually the server's own.
+    /// Environment variables that the policies of children start from: usually those of the server.
     pub environment: BTreeMap<String, String>,
-    /// What `http/request` may do; its environment is the one above.
+    /// Limits of `http/request`; its environment is `environment` above.
     pub http: HttpConfig,
-    /// The files that `environmentConfig/read` tells of.
+    /// The files that `environmentConfig/read` reads.
     pub config_files: ConfigFiles,
-    /// Where it is written down who ran what.
+    /// Audit log, if enabled.
     pub audit: Option<Audit>,
-    /// Where traces of requests are sent.
+    /// Exporter for traces of requests, if enabled.
     pub tracer: Option<Tracer>,
-    /// An `exec-server` executable that launches sandboxes; the program's own if it can be one.
+    /// An `exec-server` executable that launches sandboxes; by default this program, if it supports
+    /// that.
     pub sandbox_launcher: Option<PathBuf>,
-    /// What no sandbox with a restricted view of files may see.
+    /// Paths that are hidden in every sandbox with a restricted view of files.
     pub sandbox_hidden: Vec<PathBuf>,
     /// The server's working directory, as reported to clients.
     pub cwd: Option<PathBuf>,
