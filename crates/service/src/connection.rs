@@ -1,4 +1,5 @@
-//! One connection: reads requests, keeps the handshake's order, notices when the peer is gone.
+//! One client connection: reads requests, enforces the order of the handshake and detects lost
+//! peers.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -39,24 +40,25 @@ use crate::server::{Lifetime, Server};
 use crate::session::{Driver, Heard, Session};
 use crate::trace::{Context, Tracer};
 
-/// How long a connection that ended may take to hear the answers to what it asked before.
+/// How long the responses to earlier requests may take to leave once the connection ends.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// How long sending what is queued may take for a client whose token is not accepted any more.
+/// How long queued messages may take to leave once the client's token is no longer accepted.
 const SHORT_FAREWELL: Duration = Duration::from_millis(500);
 
-/// Room for everything in an answer but its result.
+/// Bytes of a response in addition to its result.
 const ENVELOPE_BYTES: usize = 256;
 
-/// Files up to this size are read whole before they are sent: whatever goes wrong is then an error.
+/// Files up to this size (1 MiB) are read completely before they are sent, so that every failure is
+/// reported as an error response.
 const WHOLE_BYTES: u64 = 1 << 20;
 
-/// Requests that are kept for later while the client's own answers are looked for behind them, by
-/// count and by bytes.
+/// Requests that are queued while the server reads on to find responses to its own requests: their
+/// number, and their bytes.
 const MAX_AHEAD: usize = 64;
 const MAX_AHEAD_BYTES: usize = 1 << 20;
 
-/// What the tasks of one connection share.
+/// State that the tasks of one connection share.
 #[derive(Debug)]
 pub(crate) struct Connection {
     pub(crate) server: Server,
@@ -64,33 +66,35 @@ pub(crate) struct Connection {
     /// Cancelled when the connection ends; its unfinished requests end with it.
     pub(crate) closed: CancellationToken,
     pub(crate) heard: Arc<Heard>,
-    /// What the client is asked.
+    /// Requests of the server to this client.
     pub(crate) asks: Arc<Asks>,
-    /// Open files.
+    /// Files that this connection has open.
     pub(crate) handles: Handles,
-    /// Where its file work is done.
+    /// Runs the file operations of this connection.
     pub(crate) lane: Arc<Lane>,
-    /// Requests over HTTP that are under way.
+    /// HTTP requests in progress.
     pub(crate) requests: Requests,
     pub(crate) searches: Searches,
-    /// Turns of looking for plugins and skills.
+    /// Limits concurrent `capabilityRoots/*` discoveries.
     pub(crate) discoveries: Arc<Semaphore>,
     pub(crate) watches: Watches,
-    /// Requests that wait for something to happen.
+    /// Requests that wait for an event.
     waiting: AtomicUsize,
-    /// Bounds the requests that are worked on.
+    /// Limits the requests that are processed concurrently.
     slots: Arc<Semaphore>,
-    /// How many those are in all.
+    /// The number of permits of `slots`.
     concurrent_requests: usize,
-    /// Bounds the writes that wait for a child to read.
+    /// Limits the writes to children that do not read their input.
     backlog: Arc<Backlog>,
     lifetime: Lifetime,
-    /// Its link carries messages that are made while they are sent.
+    /// Whether the link can send messages that are produced piece by piece.
     streams: bool,
-    /// On whose behalf it speaks.
+    /// The authenticated client.
     pub(crate) identity: Identity,
 }
 
+/// State of the handshake.
+///
 /// ```text
 /// New ── initialize ──► Initialized ── initialized ──► Ready
 ///  ▲                                                     │
@@ -98,17 +102,17 @@ pub(crate) struct Connection {
 /// ```
 #[derive(Debug, Default)]
 pub(crate) enum Phase {
-    /// Nothing was said yet.
+    /// The client has no session.
     #[default]
     New,
-    /// The client has a session but has not confirmed it.
+    /// The client has a session but has not sent `initialized`.
     Initialized(Arc<Session>),
-    /// Everything goes.
+    /// The handshake is complete; all methods are available.
     Ready(Arc<Session>),
 }
 
 impl Phase {
-    /// The session, once methods of this family may be used.
+    /// Returns the session if methods of this family may be called.
     pub(crate) fn ready(&self, family: &str) -> Result<Arc<Session>, ApiError> {
         match self {
             Self::Ready(session) => Ok(Arc::clone(session)),
@@ -140,7 +144,7 @@ impl Connection {
         }
     }
 
-    /// Runs something that ends with the connection at the latest.
+    /// Spawns a task that is cancelled when the connection ends.
     pub(crate) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         let closed = self.closed.clone();
         tokio::spawn(async move {
@@ -151,8 +155,8 @@ impl Connection {
         });
     }
 
-    /// Does file work, away from the threads that serve connections. It is not begun when the
-    /// connection has ended meanwhile.
+    /// Runs a file operation on a thread of the file pool, so that it does not block the threads
+    /// that serve connections. If the connection ends first, the operation is not started.
     pub(crate) fn file_work(self: &Arc<Self>, work: impl FnOnce() + Send + 'static) {
         let closed = self.closed.clone();
         self.lane.run(move || {
@@ -162,7 +166,7 @@ impl Connection {
         });
     }
 
-    /// As [`Connection::file_work`], for work that is known to take its time.
+    /// Like [`Connection::file_work`], for operations that are known to take long.
     pub(crate) fn long_file_work(self: &Arc<Self>, work: impl FnOnce() + Send + 'static) {
         let closed = self.closed.clone();
         self.lane.run_apart(move || {
@@ -177,7 +181,8 @@ impl Connection {
         self.streams && size > WHOLE_BYTES
     }
 
-    /// From file work: answers with the content of such a file, when there is memory for a piece of it.
+    /// Sends the content of a large file as soon as there is memory for one piece. Runs on a file
+    /// thread.
     pub(crate) fn send_in_pieces(self: &Arc<Self>, responder: Responder, source: FileSource) {
         let connection = Arc::clone(self);
         self.with_room(responder, PIECE_COST, move |responder| {
@@ -185,7 +190,8 @@ impl Connection {
         });
     }
 
-    /// From file work: goes on with it as soon as there is room for an answer of about this size.
+    /// Runs `work` as soon as there is memory for a response of about `bytes`. Runs on a file
+    /// thread.
     pub(crate) fn with_room(
         self: &Arc<Self>,
         mut responder: Responder,
@@ -207,7 +213,7 @@ impl Connection {
         });
     }
 
-    /// Counts a request as waiting rather than worked on, so that it holds up no other.
+    /// Counts a request as waiting instead of processed, so that it does not delay other requests.
     pub(crate) fn wait(self: &Arc<Self>, responder: &mut Responder) -> Result<Waiting, ApiError> {
         let limit = self.server.config().max_waiting_requests;
         let waiting = Waiting(Arc::clone(self));
@@ -222,7 +228,7 @@ impl Connection {
     }
 }
 
-/// A request that waits for something to happen.
+/// A request that waits for an event; counted until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Waiting(Arc<Connection>);
 
@@ -232,31 +238,31 @@ impl Drop for Waiting {
     }
 }
 
-/// The way back to whoever sent a request.
+/// Sends the response of one request to its client.
 #[derive(Debug)]
 pub(crate) struct Responder {
     id: RequestId,
     outbox: Arc<Outbox>,
     backlog: Arc<Backlog>,
-    /// Each request is finished before the next is read.
+    /// Whether each request is finished before the next one is read.
     serial: bool,
-    /// The request's place among those that are worked on.
+    /// The permit to be processed, from `Connection::slots`.
     slot: Option<OwnedSemaphorePermit>,
-    /// A share of the reply budget.
+    /// Memory for the response, from the budget of the server.
     reserved: Option<Share>,
-    /// A share of the input that waits.
+    /// The stdin data of this request, counted in the backlog.
     unwritten: Option<backlog::Share>,
-    /// What was asked, and when.
+    /// The method of the request; `since` is when it arrived.
     method: MethodIndex,
     since: Instant,
-    /// Where the request belongs in a trace, and who is told of it.
+    /// The exporter for traces and the trace context of the request.
     trace: Option<Box<(Tracer, Context)>>,
-    /// The answer is an error.
+    /// The response is an error.
     failed: bool,
 }
 
 impl Responder {
-    /// Answers.
+    /// Sends a result or an error.
     pub(crate) fn send<R: Serialize>(self, result: Result<R, ApiError>) {
         match result {
             Ok(result) => {
@@ -266,7 +272,7 @@ impl Responder {
         }
     }
 
-    /// Answers with an error.
+    /// Sends an error.
     pub(crate) fn send_error(mut self, error: ApiError) {
         self.failed = true;
         if error.is_refusal {
@@ -276,7 +282,7 @@ impl Responder {
         self.send_with(|out, id| envelope::encode_error(out, id, &error));
     }
 
-    /// Answers with a message that `encode` writes, unless it is too large for the wire.
+    /// Sends a message that `encode` writes; if it exceeds the size limit, sends an error instead.
     fn send_with(self, encode: impl FnOnce(&mut Vec<u8>, &RequestId) -> serde_json::Result<()>) {
         let mut message = Vec::with_capacity(128);
         match encode(&mut message, &self.id) {
@@ -307,7 +313,7 @@ impl Responder {
         });
     }
 
-    /// Counts the answer in metrics and traces.
+    /// Records the response in metrics and traces.
     fn count(&mut self) {
         let took = self.since.elapsed();
         self.outbox.metrics.answered(self.method, took, self.failed);
@@ -317,14 +323,14 @@ impl Responder {
         }
     }
 
-    /// Answers with the content of a file that is read while the peer takes it; from file work.
+    /// Sends the content of a file that is read while the peer receives it. Runs on a file thread.
     ///
-    /// What goes wrong with the first piece is answered as an error.
+    /// If the first piece cannot be read, sends an error.
     fn send_in_pieces(mut self, connection: &Connection, mut source: FileSource) {
         let begun = pieces::reserved(PIECE_COST).and_then(|mut head| {
             self.begin_result(&mut head);
             head.extend_from_slice(b"{\"dataBase64\":\"");
-            // It has more than one piece.
+            // The file is larger than one piece, so this is not the last one.
             source.next(&mut head)?;
             Ok(head)
         });
@@ -345,7 +351,7 @@ impl Responder {
         out.extend_from_slice(b",\"result\":");
     }
 
-    /// Answers with a result that `write` writes as JSON, of about `hint` bytes.
+    /// Sends a result of about `hint` bytes that `write` appends as JSON.
     pub(crate) fn send_result(self, hint: usize, write: impl FnOnce(&mut Vec<u8>)) {
         self.try_send_result(hint, |out| {
             write(out);
@@ -353,7 +359,8 @@ impl Responder {
         });
     }
 
-    /// As [`Responder::send_result`]; if `write` fails, answers with its error. Whether it did not.
+    /// Like [`Responder::send_result`]; if `write` fails, sends its error. Returns whether it
+    /// succeeded.
     pub(crate) fn try_send_result(
         self,
         hint: usize,
@@ -377,12 +384,13 @@ impl Responder {
         }
     }
 
-    /// Counts the bytes of a request that waits for a disk; beyond a bound no further one is read.
+    /// Counts the bytes of a request that waits for a disk; above a limit no further request is
+    /// read.
     pub(crate) fn hold(&mut self, bytes: usize) {
         self.unwritten = Some(self.backlog.add(bytes));
     }
 
-    /// Whether an answer of about this size may be made now.
+    /// Reserves memory for a response of about `bytes`, if it is available now.
     pub(crate) fn try_reserve(&mut self, bytes: usize) -> bool {
         if self.reserved.is_none() {
             self.reserved = self.outbox.try_reserve(bytes);
@@ -390,7 +398,7 @@ impl Responder {
         self.reserved.is_some()
     }
 
-    /// Whether so many bytes more than were reserved may be made now.
+    /// Reserves `bytes` in addition to those already reserved, if they are available now.
     pub(crate) fn try_reserve_more(&mut self, bytes: usize) -> bool {
         let Some(more) = self.outbox.try_reserve(bytes) else {
             return false;
@@ -402,13 +410,13 @@ impl Responder {
         true
     }
 
-    /// Gives back what was reserved.
+    /// Returns the reserved memory.
     pub(crate) fn give_back(&mut self) {
         self.reserved = None;
     }
 
-    /// Counts a write by its size rather than as worked on: until the child takes it, it holds up
-    /// no other request.
+    /// Counts a write by its bytes instead of as a processed request: until the child reads the
+    /// data, the write does not delay other requests.
     pub(crate) fn wait_for_input(&mut self, bytes: usize) {
         self.unwritten = Some(self.backlog.add(bytes));
         if !self.serial {
@@ -416,7 +424,7 @@ impl Responder {
         }
     }
 
-    /// Waits until an answer of about this size may be made.
+    /// Waits for memory for a response of about `bytes`.
     pub(crate) async fn reserve(&mut self, bytes: usize) {
         self.reserved = Some(self.outbox.reserve(bytes).await);
     }
@@ -503,7 +511,8 @@ pub(crate) async fn serve(
                 reason = authorization_ends(expires, withdrawn) => End::Unauthorized(reason),
             }
         });
-        // What was asked with the first message is answered right here: whoever connects waits for it.
+        // Polls reader and writer once before the writer gets its own task, because the client
+        // waits for the response to its first message.
         let (read, written) = std::future::poll_fn(|cx| {
             let read = run.as_mut().poll(cx);
             Poll::Ready((read, writer.as_mut().poll(cx)))
@@ -525,11 +534,12 @@ pub(crate) async fn serve(
             "peer closed the connection"
         );
     }
-    // Nobody is left to answer.
+    // No response of the client will be read any more.
     connection.asks.close();
     tracing::info!(peer = reader.name, ?end, "connection closed");
     if matches!(end, End::Eof) && lifetime == Lifetime::Connection {
-        // Over pipes the peer may still listen: what it asked before the end is answered.
+        // Over pipes the peer may still read, so it gets the responses to requests sent before the
+        // end.
         let all = u32::try_from(connection.concurrent_requests).unwrap_or(1);
         let _ = tokio::time::timeout(FAREWELL, connection.slots.acquire_many(all)).await;
     }
@@ -550,7 +560,8 @@ pub(crate) async fn serve(
         }
         End::Broken(farewell) => {
             connection.outbox.finish(Some(farewell));
-            // Until the peer has seen why and is done: it may be about to send much.
+            // Waits until the peer has read the reason and has closed the connection: it may still
+            // be sending a large message.
             let _ = tokio::time::timeout(FAREWELL, reader.incoming.discard()).await;
         }
     }
@@ -572,30 +583,31 @@ pub(crate) async fn serve(
 /// Why a connection ended.
 #[derive(Debug)]
 enum End {
-    /// The peer is done.
+    /// The peer has closed its side.
     Eof,
-    /// The connection failed, or the peer does not answer pings.
+    /// The connection failed, or the peer did not answer pings.
     Lost,
-    /// The peer broke the websocket protocol; the code and the reason of the close frame.
+    /// The peer violated the websocket protocol; the code and the reason of the close frame.
     Broken(Farewell),
-    /// The server is shutting down, or another connection took over.
+    /// The server is shutting down, or another connection has taken over the session.
     Told,
-    /// The client's token expired or was withdrawn; the reason for its close frame.
+    /// The client's token has expired or was revoked; the reason for the close frame.
     Unauthorized(&'static str),
 }
 
-/// Returns when the client may not be served any more: why.
+/// Waits until the client is no longer authorized; returns the reason.
 async fn authorization_ends(
     expires: Option<SystemTime>,
     withdrawn: CancellationToken,
 ) -> &'static str {
-    /// How often the clock is read: it can be set, and timers stop while a machine sleeps.
+    /// How often the clock is read. One long timer is not enough: the clock can be set, and timers
+    /// stop while the machine is suspended.
     const PERIOD: Duration = Duration::from_secs(60);
     let expired = async {
         let Some(expires) = expires else {
             return std::future::pending().await;
         };
-        // An error: that moment has passed.
+        // `duration_since` fails once the token has expired.
         while let Ok(left) = expires.duration_since(SystemTime::now()) {
             tokio::time::sleep(left.min(PERIOD) + Duration::from_millis(1)).await;
         }
@@ -606,25 +618,26 @@ async fn authorization_ends(
     }
 }
 
-/// How much a connection may send before others of its thread have their turn, its own answers among
-/// them: a client that waits for answers before it goes on would otherwise wait for all of them.
+/// Bytes that a connection may send before its task yields to other tasks of the thread, including
+/// the writer of its own responses: without this limit, a client that waits for a response would
+/// wait for the responses to all requests it has sent.
 const TURN_BYTES: usize = 192 * 1024;
 
 struct Reader {
     connection: Arc<Connection>,
     incoming: Incoming,
     keepalive: Option<Keepalive>,
-    /// Who is there, for messages.
+    /// The name of the peer, for log messages.
     name: String,
     ahead: Ahead,
 }
 
-/// Messages that came before an answer of the client and wait for their turn.
+/// Messages that arrived before a response of the client and have not been processed yet.
 #[derive(Debug, Default)]
 struct Ahead {
     messages: VecDeque<String>,
     bytes: usize,
-    /// Nothing more will come.
+    /// The peer has closed its side; no more messages will arrive.
     ended: bool,
 }
 
@@ -659,8 +672,8 @@ impl Reader {
             metrics.received_bytes.add(total - counted);
             counted = total;
             if let Some(keepalive) = &mut self.keepalive {
-                // Parts of long messages are signs of life as well, in either direction; and a
-                // peer that is not listened to cannot be blamed for its silence.
+                // Parts of a long message count as a sign of life in both directions. While the
+                // server does not read from the peer, it must not time the peer out.
                 let came = received < self.incoming.received();
                 received = self.incoming.received();
                 let not_its_fault =
@@ -676,8 +689,8 @@ impl Reader {
                     continue;
                 }
                 Some(Action::Wait(until)) => {
-                    // Setting a timer costs more than being woken once too early, and each message
-                    // moves the moment.
+                    // Each message moves the deadline. A timer that fires too early costs less than
+                    // setting it again each time.
                     if alarm.is_elapsed() || alarm.deadline() > until.into() {
                         alarm.as_mut().reset(until.into());
                     }
@@ -685,8 +698,9 @@ impl Reader {
                 }
                 None => false,
             };
-            // Nothing is read while there is no room for its answer; nothing is dropped. But what
-            // the client was asked itself must not wait for what it asks.
+            // Requests are not read until there is memory for their responses; none is discarded.
+            // But a response to a request of the server must not wait for that, so messages are
+            // read ahead.
             let pending = self.connection.asks.is_pending();
             if closed.is_cancelled() {
                 return End::Lost;
@@ -711,7 +725,7 @@ impl Reader {
                         event => event,
                     };
                     match control(&self.connection, &self.name, event) {
-                        // What came before it is answered first.
+                        // Messages that arrived earlier are answered first.
                         Some(End::Eof) => self.ahead.ended = true,
                         Some(end) => return end,
                         None => {}
@@ -749,7 +763,8 @@ impl Reader {
                         turn = 0;
                         tokio::task::yield_now().await;
                     } else if !self.incoming.has_more() {
-                        // An answer leaves before we make ready to wait for what comes next.
+                        // Lets the writer send the response before this task prepares to wait for
+                        // the next message.
                         go_behind().await;
                     }
                 }
@@ -764,7 +779,7 @@ impl Reader {
     }
 }
 
-/// Takes whatever is no message; why the connection ends, if it does.
+/// Handles a link event that is not a message; returns why the connection ends, if it does.
 fn control(
     connection: &Connection,
     name: &str,
@@ -793,7 +808,8 @@ fn control(
     None
 }
 
-/// Takes a message if it is an answer to something that was asked here; whether it is.
+/// Passes a message on if it is a response to a pending request of the server; returns whether it
+/// is.
 fn answer(connection: &Connection, text: &str) -> bool {
     let settled = match envelope::decode(text) {
         Ok(Message::Response { id, result }) => connection.asks.settle(&id, Some(result)),
@@ -803,7 +819,7 @@ fn answer(connection: &Connection, text: &str) -> bool {
     settled == Settled::Known
 }
 
-/// Lets those run first who were woken before, and does not ask the system for more of them.
+/// Yields once to the tasks that were woken before, without polling the IO driver.
 async fn go_behind() {
     let mut asked = false;
     std::future::poll_fn(|cx| {
@@ -816,9 +832,9 @@ async fn go_behind() {
     .await;
 }
 
-/// Waits for room for one more request and its answer.
+/// Waits for a free slot and for memory for one more request and its response.
 async fn next_slot(connection: &Connection) -> Option<OwnedSemaphorePermit> {
-    // Nearly always there is, and waiting for it takes longer than finding that.
+    // In most cases there is room, and checking for it is faster than waiting for it.
     if connection.outbox.has_room()
         && !connection.backlog.is_full()
         && let Ok(slot) = Arc::clone(&connection.slots).try_acquire_owned()
@@ -835,7 +851,7 @@ fn malformed(name: &str, reason: &str) -> String {
     format!("failed to parse JSON-RPC message from {name}: {reason}")
 }
 
-/// Answers something that had no id.
+/// Sends an error response without an id.
 fn refuse(connection: &Connection, message: &str) {
     let error = ApiError::invalid_request(message);
     let mut out = Vec::new();
@@ -847,7 +863,7 @@ fn refuse(connection: &Connection, message: &str) {
     });
 }
 
-/// Takes a message, and what it lies in if that can be kept.
+/// Processes a message; `shared` is the buffer that contains the text, if it can be kept.
 fn receive(
     connection: &Arc<Connection>,
     phase: &mut Phase,
@@ -899,7 +915,8 @@ fn receive(
     }
 }
 
-/// Takes an answer; one to nothing that was asked is told to the peer, which may go on.
+/// Processes a response of the client. If no request has its id, sends an error and keeps the
+/// connection open.
 fn answered(connection: &Connection, id: &RequestId, result: Option<&str>) {
     if connection.asks.settle(id, result) == Settled::Stray {
         let message = format!("no request of this server has the id {id}");
@@ -908,17 +925,17 @@ fn answered(connection: &Connection, id: &RequestId, result: Option<&str>) {
 }
 
 impl Connection {
-    /// Whether nothing is read for a reason that is not the peer's.
+    /// Whether the server has stopped reading for a reason that the peer has not caused.
     fn holds_back(&self) -> bool {
         self.backlog.is_full() || self.slots.available_permits() == 0
     }
 
-    /// Whether nothing else is asked, while one request is worked on.
+    /// Whether the connection has no other request in progress.
     pub(crate) fn is_alone(&self) -> bool {
         self.slots.available_permits() + 1 >= self.concurrent_requests
     }
 
-    /// Whether the session waits for the client to come back.
+    /// Whether the session waits for the client to reconnect after the connection ends.
     pub(crate) fn is_resumable(&self) -> bool {
         self.lifetime == Lifetime::Resumable
     }

@@ -1,4 +1,4 @@
-//! How many may be connected at once: in all, and from one address.
+//! Limits of concurrent connections: in total and per address.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -6,20 +6,21 @@ use std::sync::Arc;
 
 use exec_server_sync::Mutex;
 
-/// Counts connections, those that are still in their handshake included.
+/// Counts connections, including those in their handshake.
 #[derive(Debug)]
 pub(crate) struct Crowd {
     state: Mutex<State>,
 }
 
-/// Bounds of a [`Crowd`].
+/// Limits of a [`Crowd`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CrowdLimits {
     pub(crate) connections: usize,
     pub(crate) per_address: usize,
 }
 
-/// Connections over the limit that are told so at one time; more are closed without a word.
+/// Connections above the limit that get an error response at one time; further ones are closed
+/// without a response.
 const REFUSALS: usize = 64;
 
 #[derive(Debug)]
@@ -30,7 +31,7 @@ struct State {
     by_address: HashMap<IpAddr, usize>,
 }
 
-/// The place of one connection, until dropped.
+/// One counted connection; released on drop.
 #[derive(Debug)]
 pub(crate) struct Place {
     crowd: Arc<Crowd>,
@@ -45,7 +46,7 @@ enum Kind {
 }
 
 impl Place {
-    /// The limit that keeps this connection from being served, as a text for its peer.
+    /// The text of the limit that prevents this connection from being served, for its peer.
     pub(crate) fn refusal(&self) -> Option<&str> {
         match &self.kind {
             Kind::Inside => None,
@@ -67,13 +68,13 @@ impl Crowd {
         }
     }
 
-    /// Counts by other limits from now on.
+    /// Changes the limits for new connections.
     pub(crate) fn set_limits(&self, limits: CrowdLimits) {
         self.state.lock().limits = limits;
     }
 
-    /// A place for a new connection, or one for telling it why it has none; `None` if even those
-    /// are taken.
+    /// Counts a new connection. Above a limit, returns a [`Place`] with a refusal to send to the
+    /// peer; `None` if too many refusals are being sent already.
     pub(crate) fn enter(self: &Arc<Self>, address: Option<IpAddr>) -> Option<Place> {
         let mut state = self.state.lock();
         let CrowdLimits {
@@ -132,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_are_limited_and_given_back() {
+    fn connections_above_limits_are_refused_and_dropped_ones_are_released() {
         let crowd = Arc::new(Crowd::new(CrowdLimits {
             connections: 3,
             per_address: 2,

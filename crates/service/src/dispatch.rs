@@ -1,7 +1,7 @@
-//! From a request to its function: scope, params, handshake, audit.
+//! Request dispatch: checks scope, params and handshake, writes the audit log and calls the method.
 //!
-//! What each method needs is its row in [`table`](exec_server_protocol::table). Params are decoded
-//! once, and what a request may do is decided on the value that its function gets.
+//! The requirements of each method are in its row of [`table`](exec_server_protocol::table). Params
+//! are decoded once, and authorization is decided on the decoded value that the method gets.
 
 use std::sync::Arc;
 
@@ -18,23 +18,23 @@ use crate::connection::{Connection, Phase, Responder};
 use crate::session::Session;
 use crate::{methods, scope};
 
-/// A request that may be handled: its scope and the handshake were checked.
+/// A request that has passed the checks of scope and handshake.
 pub(crate) struct Call<'a> {
     pub(crate) connection: &'a Arc<Connection>,
     pub(crate) session: Arc<Session>,
     pub(crate) responder: Responder,
 }
 
-/// The params of a request as they came.
+/// The undecoded params of a request.
 #[derive(Clone, Copy)]
 pub(crate) struct Raw<'a> {
-    /// Their text, if there is one.
+    /// The JSON text, if the request has params.
     pub(crate) text: Option<&'a str>,
-    /// The buffer that the text is in, if that can be kept.
+    /// The buffer that contains the text, if it can be kept.
     pub(crate) shared: Option<&'a Bytes>,
 }
 
-/// A request whose params were not looked at yet.
+/// A request whose params are not decoded yet.
 struct Asked<'a> {
     method: MethodId,
     connection: &'a Arc<Connection>,
@@ -45,8 +45,8 @@ struct Asked<'a> {
 
 /// Checks a request and calls the function of its method.
 ///
-/// A token without the scope learns nothing but that; a name that is not known is refused before the
-/// handshake is checked, params that cannot be decoded as well.
+/// The scope is checked first, so that a client without the scope gets no other information.
+/// Unknown methods and invalid params are refused before the handshake is checked.
 pub(crate) fn request(
     connection: &Arc<Connection>,
     phase: &mut Phase,
@@ -54,7 +54,8 @@ pub(crate) fn request(
     params: Raw<'_>,
     responder: Responder,
 ) {
-    // Any request of this method: a token that is of no use here causes no work.
+    // Checks the scopes of the method before the params are decoded, so that a client without them
+    // causes no further work.
     if let Err(error) = scope::check(&connection.identity, named.name(), named.scopes()) {
         return responder.send_error(error);
     }
@@ -148,7 +149,7 @@ pub(crate) fn request(
 }
 
 impl<'a> Asked<'a> {
-    /// Decodes the params and calls `function`, which answers by itself.
+    /// Decodes the params and calls `function`, which sends the response.
     fn run<M: ServedMethod>(self, function: impl FnOnce(Call<'a>, M::Params)) {
         match self.decode::<M>() {
             Ok(params) => self.admit::<M>(params, |call, _, params| function(call, params)),
@@ -156,12 +157,12 @@ impl<'a> Asked<'a> {
         }
     }
 
-    /// Executes a file operation of one request and one response.
+    /// Runs a file operation that has one request and one response.
     fn run_file<M: ServedMethod + FsMethod>(self) {
         self.run::<M>(methods::fs::call::<M>);
     }
 
-    /// Decodes the params, and checks the scope that these need.
+    /// Decodes the params and checks the scope that they require.
     fn decode<M: ServedMethod>(&self) -> Result<M::Params, ApiError> {
         debug_assert_eq!(self.method, M::ID, "another method's function");
         let params = M::decode(self.params.text.unwrap_or("null")).map_err(|error| {
@@ -195,7 +196,7 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// Takes a notification; an error is told to the peer, which may go on.
+/// Handles a notification. The caller reports an error to the peer; the connection stays open.
 pub(crate) fn notification(phase: &mut Phase, method: &str) -> Result<(), String> {
     if method != Initialized::NAME {
         return Err(format!("unexpected notification `{method}`"));

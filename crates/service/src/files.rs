@@ -1,10 +1,11 @@
-//! Threads for file work.
+//! Thread pool for file operations, with one queue (lane) per connection.
 //!
-//! A file call can hang for as long as a disk or a network filesystem likes, so it has threads of its
-//! own: neither the workers that serve connections nor the pool that starts processes ever wait for
-//! one. Each connection has a lane. One thread drains it, which keeps the common case (many short
-//! calls) at one wake-up for a burst; when it makes no progress for a moment, another thread joins
-//! it, up to a bound. Lanes do not wait for each other: a lane that nobody drains always gets a thread.
+//! A file operation can block as long as a disk or a network filesystem takes, so it runs on
+//! separate threads: neither the workers that serve connections nor the pool that starts processes
+//! are blocked by one. One thread drains a lane, which keeps the common case (many short
+//! operations) at one wake-up per burst. When a lane makes no progress for 1 ms, another thread
+//! joins it, up to a limit. Lanes do not wait for each other: a lane that has no thread always gets
+//! one.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -18,24 +19,24 @@ use tokio::runtime::Handle;
 
 use crate::ApiError;
 
-/// Threads that one lane may have at work.
+/// Maximum number of threads that run jobs of one lane.
 const LANE_THREADS: usize = 32;
 
-/// Beyond this many threads a lane gets one and no more.
+/// Total number of threads above which each lane gets only one.
 const MANY_THREADS: usize = 512;
 
 /// How long a lane may make no progress before another thread joins it.
 const STUCK: Duration = Duration::from_millis(1);
 
-/// How long a thread waits for more to do before it ends.
+/// How long a thread waits for another job before it ends.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// How long until another attempt when the system gives us no thread.
+/// Delay before the next attempt when the system cannot create a thread.
 const RETRY: Duration = Duration::from_millis(100);
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// The threads that do the file work of all connections; cheap to clone.
+/// The thread pool for file operations of all connections; cheap to clone.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct FileThreads {
     shared: Arc<Shared>,
@@ -44,7 +45,7 @@ pub(crate) struct FileThreads {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// There is a turn to take.
+    /// Signals that `turns` has an entry.
     turn: Condvar,
 }
 
@@ -55,7 +56,7 @@ struct State {
     threads: usize,
 }
 
-/// Work on a lane for one thread: first this job, then whatever the lane has.
+/// Work of one thread on a lane: first this job, then all queued jobs of the lane.
 struct Turn {
     lane: Arc<Lane>,
     first: Option<Job>,
@@ -73,7 +74,7 @@ impl std::fmt::Debug for Shared {
 }
 
 impl Shared {
-    /// Has some thread take a turn.
+    /// Assigns a turn to an idle thread, or to a new one.
     fn take_on(self: &Arc<Self>, turn: Turn) {
         let runtime = turn.lane.runtime.clone();
         let mut state = self.state.lock();
@@ -97,7 +98,7 @@ impl Shared {
             tracing::warn!(%error, "cannot start a thread for file operations");
             self.state.lock().threads -= 1;
             let (shared, handle) = (Arc::clone(self), runtime.clone());
-            // Ends by itself: a thread comes, or another has taken the turn.
+            // This task ends when a thread was created or an idle thread has taken the turn.
             runtime.spawn(async move {
                 tokio::time::sleep(RETRY).await;
                 let mut state = shared.state.lock();
@@ -110,7 +111,7 @@ impl Shared {
         }
     }
 
-    /// What a thread does until it has been idle for a while.
+    /// Main loop of a thread; returns after the thread was idle for [`IDLE`].
     fn work(&self) {
         let mut state = self.state.lock();
         loop {
@@ -132,7 +133,7 @@ impl Shared {
     }
 }
 
-/// The file work of one connection.
+/// Queue of the file operations of one connection.
 pub(crate) struct Lane {
     threads: Arc<Shared>,
     runtime: Handle,
@@ -144,9 +145,9 @@ struct LaneState {
     waiting: VecDeque<Job>,
     /// Threads that drain the lane.
     at_work: usize,
-    /// Jobs that were begun, ever.
+    /// Number of jobs started since the lane was created.
     begun: u64,
-    /// Somebody looks whether the lane makes progress.
+    /// Whether a task checks the progress of the lane.
     watched: bool,
 }
 
@@ -161,7 +162,7 @@ impl std::fmt::Debug for Lane {
 }
 
 impl Lane {
-    /// A lane of these threads; to be called inside the runtime.
+    /// Creates a lane of this pool; must be called inside the runtime.
     pub(crate) fn new(threads: &FileThreads) -> Arc<Self> {
         Arc::new(Self {
             threads: Arc::clone(&threads.shared),
@@ -170,12 +171,12 @@ impl Lane {
         })
     }
 
-    /// Where to wait for anything but a disk.
+    /// The runtime for waits that need no file thread.
     pub(crate) fn runtime(&self) -> &Handle {
         &self.runtime
     }
 
-    /// Runs a job after those that wait, on whichever thread is free.
+    /// Queues a job; the next free thread runs it.
     pub(crate) fn run(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
         let mut state = self.state.lock();
         state.waiting.push_back(Box::new(job));
@@ -190,7 +191,7 @@ impl Lane {
         }
     }
 
-    /// Runs a job that will take its time, on a thread of its own if the lane may have one more.
+    /// Runs a job that takes long, on its own thread if the lane may have one more.
     pub(crate) fn run_apart(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
         let limit = self.limit();
         let mut state = self.state.lock();
@@ -219,7 +220,7 @@ impl Lane {
         }
     }
 
-    /// Adds threads while jobs wait and none is begun. Ends when none waits.
+    /// Adds threads while jobs are queued and none is started. Ends when the queue is empty.
     fn watch(self: &Arc<Self>) {
         let lane = Arc::clone(self);
         self.runtime.spawn(async move {
@@ -243,7 +244,7 @@ impl Lane {
         });
     }
 
-    /// Does what there is to do.
+    /// Runs jobs until the queue is empty.
     fn drain(&self, first: Option<Job>) {
         let mut next = first;
         loop {
@@ -263,23 +264,23 @@ impl Lane {
     }
 }
 
-/// Does something that must be answered whatever happens.
+/// Runs an operation; returns a panic as an error, so that the request always gets a response.
 pub(crate) fn attempt<R>(work: impl FnOnce() -> Result<R, ApiError>) -> Result<R, ApiError> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(ApiError::internal("a file operation panicked")))
 }
 
-/// Bytes read and encoded at a time: they stay in the processor's cache between the two. A multiple
-/// of three, so that the encoded parts make one text.
+/// Bytes that are read and encoded at a time: few enough to stay in the processor cache between the
+/// two steps. A multiple of three, so that the encoded parts form one base64 text.
 const PIECE_BYTES: usize = 192 * 1024;
 
 thread_local! {
     static PIECE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Appends up to `len` bytes as base64, read in pieces; how many there were.
+/// Appends up to `len` bytes as base64, read in pieces; returns the number of bytes read.
 ///
-/// `read` is told how far it is and fills a piece as far as there is something.
+/// `read` gets the offset and a buffer, and returns less than the buffer's length only at the end.
 pub(crate) fn encode_pieces(
     out: &mut Vec<u8>,
     len: usize,
@@ -312,7 +313,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(20);
 
     #[tokio::test]
-    async fn stuck_work_holds_up_neither_its_lane_nor_another() {
+    async fn blocked_jobs_delay_neither_their_lane_nor_other_lanes() {
         let threads = FileThreads::default();
         let (one, other) = (Lane::new(&threads), Lane::new(&threads));
         let (release, stuck) = mpsc::channel::<()>();
@@ -337,7 +338,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_full_lane_goes_on_when_it_can() {
+    async fn full_lane_continues_after_blocked_jobs_end() {
         let threads = FileThreads::default();
         let (one, other) = (Lane::new(&threads), Lane::new(&threads));
         let (release, stuck) = mpsc::channel::<()>();
@@ -367,7 +368,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn work_that_panics_costs_nothing_but_itself() {
+    async fn panicking_job_does_not_affect_later_jobs() {
         let lane = Lane::new(&FileThreads::default());
         lane.run(|| panic!("on purpose"));
         assert!(attempt::<()>(|| panic!("on purpose")).is_err());

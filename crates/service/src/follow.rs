@@ -1,4 +1,4 @@
-//! Follower of one process's log for one connection: turns log entries into notifications.
+//! Follower of one process's log for one connection: converts log entries to notifications.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -13,18 +13,18 @@ use exec_server_transport::Outgoing;
 
 use crate::outbox::{Feed, Outbox};
 
-/// Which family of notifications a process is reported with.
+/// Family of the notifications that report a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Dialect {
     /// `process/*`.
     Process,
-    /// `process/exited` and `process/closed` only; output is read.
+    /// `process/exited` and `process/closed` only; the client reads output by request.
     ProcessPull,
     /// `command/exec/*`.
     Command,
 }
 
-/// A cursor over one log that feeds one connection.
+/// A cursor on one log that sends the entries to one connection.
 ///
 /// The session's record of the process owns the follower. The log only keeps [`FollowerWaker`],
 /// which does not: the follower owns the process and with it the log, so an owning waker would keep
@@ -32,22 +32,22 @@ pub(crate) enum Dialect {
 #[derive(Debug)]
 pub(crate) struct Follower {
     process: Process,
-    /// Wakes this follower; the log keeps a clone.
+    /// Wakes this follower; the log holds a clone.
     waker: Waker,
     process_id: String,
     dialect: Dialect,
-    /// The last entry that was sent.
+    /// The sequence number of the last entry that was sent.
     cursor: AtomicU64,
-    /// The follower is on the ready list, or about to be pulled.
+    /// Whether the follower is in the ready list or is about to be put there.
     queued: AtomicBool,
-    /// The end of the log has been handed to the connection.
+    /// Whether the end of the log has been passed to the connection.
     finished: AtomicBool,
     outbox: Weak<Outbox>,
-    /// The exit code, for dialects that tell it at the end.
+    /// The exit code, for protocol versions that send it with the last notification.
     exit_code: AtomicU64,
 }
 
-/// Puts a follower on its connection's ready list, if the follower still exists.
+/// Puts a follower into the ready list of its connection, if the follower still exists.
 struct FollowerWaker(Weak<Follower>);
 
 impl Wake for FollowerWaker {
@@ -62,7 +62,7 @@ impl Wake for FollowerWaker {
 }
 
 impl Follower {
-    /// Begins to follow after `cursor`, or after everything that is there.
+    /// Follows the log after `cursor`, or after its current end.
     pub(crate) fn start(
         process: Process,
         process_id: String,
@@ -89,7 +89,7 @@ impl Follower {
         follower
     }
 
-    /// Whether every entry of the log, its end included, has been handed to the connection.
+    /// Whether every entry of the log, including its end, has been passed to the connection.
     pub(crate) fn is_finished(&self) -> bool {
         self.finished.load(Ordering::Relaxed)
     }
@@ -116,7 +116,7 @@ impl Follower {
     fn push_command(&self, entry: &Entry, outgoing: &mut Outgoing) {
         match &entry.kind {
             EntryKind::Output(stream, bytes) => {
-                // A terminal has one stream, which the first generation calls stdout.
+                // A terminal has one stream, which the first protocol generation calls stdout.
                 let name = if *stream == Stream::Stderr {
                     "stderr"
                 } else {
@@ -176,13 +176,14 @@ impl Feed for Follower {
 
 pub(crate) fn push(outgoing: &mut Outgoing, method: &str, params: &impl serde::Serialize) {
     outgoing.push_message(300, |out| {
-        // These types always serialise: no maps with odd keys, no failing implementations.
+        // Serialization of these types cannot fail: they contain no maps with keys that are not
+        // strings.
         let encoded = envelope::encode_notification(out, method, params);
         debug_assert!(encoded.is_ok());
     });
 }
 
-/// Writes an output notification by hand: its bytes are encoded once, straight into the frame.
+/// Appends an output notification without serde: the data is encoded once, directly into the frame.
 fn push_chunk(
     outgoing: &mut Outgoing,
     process_id: &str,

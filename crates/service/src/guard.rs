@@ -1,7 +1,7 @@
-//! The door: which requests become connections, and on whose behalf.
+//! Authentication and origin checks for new connections.
 //!
-//! Owns the rules for tokens and origins, which can be exchanged while connections live on, and the
-//! memory of who has failed too often. Knows no socket.
+//! Owns the rules for tokens and origins, which can be replaced while connections stay open, and
+//! the count of authentication failures by address. Does no IO.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -15,18 +15,19 @@ use tokio_util::sync::CancellationToken;
 
 use crate::auth::{Auth, AuthError, Identity};
 
-/// What is asked of those who connect.
+/// Requirements for new connections.
 #[derive(Debug, Clone, Default)]
 pub struct Rules {
-    /// How they prove who they are.
+    /// How clients are authenticated.
     pub auth: Auth,
     /// Origins of web pages that may connect; all others are refused.
     pub allowed_origins: Vec<String>,
-    /// Reverse proxies whose `X-Forwarded-For` is believed when failures are counted by address.
+    /// Reverse proxies whose `X-Forwarded-For` header is trusted when failures are counted by
+    /// address.
     pub trusted_proxies: TrustedProxies,
 }
 
-/// Decides who may come in; shared by all listeners of a server.
+/// Checks new connections; shared by all listeners of a server.
 #[derive(Debug, Default)]
 pub struct Guard {
     state: RwLock<Arc<State>>,
@@ -37,7 +38,7 @@ pub struct Guard {
 #[derive(Debug)]
 struct State {
     rules: Rules,
-    /// For each of [`Auth::credentials`]: cancelled when it is withdrawn.
+    /// One token for each of [`Auth::credentials`]: cancelled when the credential is revoked.
     withdrawn: Vec<CancellationToken>,
 }
 
@@ -58,25 +59,25 @@ impl State {
     }
 }
 
-/// A request that was admitted.
+/// The result of an admitted request: identity and revocation.
 #[derive(Debug)]
 pub(crate) struct Admission {
     pub(crate) identity: Identity,
-    /// Cancelled when the server stops accepting what the client has shown.
+    /// Cancelled when the server no longer accepts the credential of the client.
     pub(crate) withdrawn: CancellationToken,
 }
 
-/// Why somebody may not come in.
+/// Why a request was refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// The token is no good.
+    /// The token is missing or invalid.
     Unauthorized(AuthError),
-    /// Too many tokens were no good.
+    /// Too many requests from this address had invalid tokens; the time to wait.
     Throttled(Duration),
 }
 
 impl Guard {
-    /// A guard with these rules.
+    /// Creates a guard with these rules.
     pub fn new(rules: Rules) -> Self {
         Self {
             state: RwLock::new(Arc::new(State::new(rules))),
@@ -84,8 +85,8 @@ impl Guard {
         }
     }
 
-    /// Exchanges the rules. Connections whose token is not accepted any more, or allows something
-    /// else now, are closed; the others are kept. Origins concern new connections only.
+    /// Replaces the rules. Closes connections whose credential is no longer accepted or has
+    /// different scopes; keeps all others. Changed origins affect only new connections.
     pub fn set_rules(&self, rules: Rules) {
         let mut new = State::new(rules);
         let mut state = self.state.write();
@@ -107,7 +108,7 @@ impl Guard {
         Arc::clone(&self.state.read())
     }
 
-    /// Whether a request may come from where it says: browsers always say.
+    /// Whether the origin of a request is allowed. Browsers always send one.
     pub(crate) fn allows_origin(&self, head: &Head) -> bool {
         let state = self.state();
         head.headers_named("origin").all(|origin| {
@@ -119,14 +120,15 @@ impl Guard {
         })
     }
 
-    /// Identifies the client of a request. A good token is accepted however many bad ones came from
-    /// the same address: only failures are slowed down.
+    /// Authenticates the client of a request. A valid token is accepted regardless of how many
+    /// invalid ones came from the same address: only failures are throttled.
     pub(crate) fn admit(&self, head: &Head, from: Option<IpAddr>) -> Result<Admission, Refusal> {
         let state = self.state();
         match state.rules.auth.find(head, SystemTime::now()) {
             Ok((identity, index)) => Ok(Admission {
                 identity,
-                // A child, so that connections of one token do not share a lock.
+                // A child token, because connections that share one token would contend for its
+                // lock.
                 withdrawn: state.withdrawn[index].child_token(),
             }),
             Err(error) => {
@@ -191,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_good_token_is_admitted_among_a_thousand_bad_ones_from_its_address() {
+    fn valid_token_is_admitted_after_a_thousand_failures_from_its_address() {
         let guard = Guard::new(tokens(&["good"]));
         let from = Some(IpAddr::from([192, 0, 2, 1]));
         let mut slowed = 0;

@@ -1,8 +1,8 @@
-//! Open files of one connection, by the id that the client chose.
+//! Open files of one connection, by the handle id that the client chose.
 //!
-//! An id is taken as soon as `fs/open` is read and free as soon as `fs/close` is, so a client need
-//! not wait between them. Calls on one handle run in the order they came; a handle that waits for
-//! its disk, or for room to answer, holds up no other.
+//! An id is in use from the moment `fs/open` is read and free from the moment `fs/close` is read,
+//! so a client need not wait for the responses. Calls on one handle run in the order of arrival; a
+//! handle that waits for its disk, or for memory for a response, does not delay other handles.
 
 use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ use crate::files::{attempt, encode_pieces};
 use crate::methods::handle::with_block;
 use crate::server::WithFiles;
 
-/// Open files of one connection.
+/// Table of the open files of one connection.
 #[derive(Debug)]
 pub(crate) struct Handles {
     table: Mutex<Table>,
@@ -32,9 +32,10 @@ pub(crate) struct Handles {
 #[derive(Debug, Default)]
 struct Table {
     handles: HashMap<String, Arc<Handle>>,
-    /// The connection is over: nothing is done any more, and nothing stays open.
+    /// The connection has ended: no call is run any more, and all files are closed.
     ended: bool,
-    /// Tells the server that there may be open files; whoever works on one has a share in it.
+    /// Counts this connection as one with open files; each thread that works on a file holds a
+    /// clone.
     open: Option<Arc<WithFiles>>,
 }
 
@@ -46,14 +47,14 @@ struct Handle {
 
 #[derive(Debug, Default)]
 struct HandleState {
-    /// None while it is being opened or worked on, and when it is of no further use.
+    /// `None` while the file is opened or in use, and after it was closed.
     file: Option<OpenFile>,
     calls: VecDeque<Call>,
-    /// Some thread works on the calls, or will when there is room to answer.
+    /// Whether a thread runs the calls, or will as soon as there is memory for the response.
     busy: bool,
 }
 
-/// What a client wants of a handle.
+/// A request for a file handle, with its responder.
 #[derive(Debug)]
 pub(crate) struct Call {
     pub(crate) action: Action,
@@ -65,7 +66,7 @@ pub(crate) enum Action {
     Open {
         path: PathBuf,
         mode: OpenMode,
-        /// Tell which file it is.
+        /// Whether the response contains the identity of the file.
         identity: bool,
         files: Files,
     },
@@ -74,7 +75,7 @@ pub(crate) enum Action {
         len: usize,
     },
     Write(WriteBlockParams),
-    /// The same, still to be decoded.
+    /// Like `Write`, with params that are not decoded yet.
     WriteRaw(Bytes),
     Close {
         commit: bool,
@@ -92,7 +93,7 @@ impl Handles {
         }
     }
 
-    /// Takes an id and opens the file behind it.
+    /// Reserves an id and opens the file.
     pub(crate) fn open(connection: &Arc<Connection>, id: String, call: Call) {
         let taken = {
             let mut table = connection.handles.table.lock();
@@ -119,7 +120,7 @@ impl Handles {
         }
     }
 
-    /// Does something with an open file, after what was asked of it before.
+    /// Runs a request on an open file, after earlier requests for the same handle.
     pub(crate) fn call(connection: &Arc<Connection>, id: &str, call: Call) {
         let found = {
             let mut table = connection.handles.table.lock();
@@ -134,7 +135,7 @@ impl Handles {
         }
     }
 
-    /// Closes everything, now and in the future.
+    /// Closes all files and prevents that more are opened.
     pub(crate) fn close_all(connection: &Arc<Connection>) {
         let (handles, open) = {
             let mut table = connection.handles.table.lock();
@@ -146,7 +147,7 @@ impl Handles {
         }
         connection.lane.run_apart(move || {
             for handle in handles.into_values() {
-                // What is being worked on closes itself when it notices.
+                // A file in use is closed by the thread that works on it.
                 let file = handle.state.lock().file.take();
                 drop(file);
             }
@@ -171,7 +172,7 @@ impl Handle {
         connection.lane.run(move || self.work(&connection_too));
     }
 
-    /// Does what was asked, in order.
+    /// Runs the queued calls in order.
     fn work(self: Arc<Self>, connection: &Arc<Connection>) {
         let _open = connection.handles.table.lock().open.clone();
         let mut file = self.state.lock().file.take();
@@ -202,7 +203,7 @@ impl Handle {
         }
     }
 
-    /// Goes on with this call when there is room to answer it.
+    /// Continues with this call when there is memory for its response.
     fn wait_for_room(self: Arc<Self>, connection: &Arc<Connection>, mut call: Call, bytes: usize) {
         let connection = Arc::clone(connection);
         let runtime = connection.lane.runtime().clone();
@@ -219,7 +220,7 @@ impl Handle {
         });
     }
 
-    /// Does one thing; the file, if it is of further use.
+    /// Runs one call; returns the file if it stays open.
     fn perform(
         &self,
         connection: &Connection,
@@ -263,7 +264,7 @@ impl Handle {
                     Ok(())
                 });
                 if !sent {
-                    // A handle that failed once is of no further use.
+                    // A handle is closed after its first failed read.
                     self.forget(connection);
                     return None;
                 }
@@ -300,7 +301,7 @@ impl Handle {
         }
     }
 
-    /// Takes the handle out of the table, unless another has its id by now.
+    /// Removes the handle from the table, unless another handle has its id by now.
     fn forget(&self, connection: &Connection) {
         let mut table = connection.handles.table.lock();
         if table
@@ -314,7 +315,7 @@ impl Handle {
 }
 
 impl Call {
-    /// About how large the answer is, if it is large.
+    /// Approximate size of the response, if it is large; otherwise 0.
     fn answer_bytes(&self) -> usize {
         match self.action {
             Action::Read { len, .. } => encoded_len(len),
@@ -322,7 +323,7 @@ impl Call {
         }
     }
 
-    /// Answers what was asked of a handle that is not there.
+    /// Responds to a call on a handle that does not exist.
     fn without_file(self, id: &str) {
         match self.action {
             Action::Close { .. } => self.responder.send(Ok(Empty {})),

@@ -1,7 +1,7 @@
-//! The serving side: listeners, connections, sessions and the methods they offer.
+//! Server side of the protocol: listeners, connections, sessions and methods.
 //!
-//! Owns who may talk to whom and in which order; translates between the wire and the executor.
-//! Knows no client.
+//! Owns authorization and the order of messages; translates between the wire protocol and the
+//! executor. Contains no client code.
 
 mod accept;
 mod asks;

@@ -1,4 +1,4 @@
-//! Listening: where a server can be reached, and the HTTP side of it.
+//! Listeners: the addresses of a server, and its HTTP endpoints.
 
 use std::fmt;
 use std::fs;
@@ -27,10 +27,10 @@ use crate::metrics::RefusalCause;
 use crate::server::{Lifetime, Server};
 use crate::socket;
 
-/// Where a server listens unless told otherwise.
+/// Default address of a server.
 pub const DEFAULT_LISTEN_URL: &str = "ws://127.0.0.1:0";
 
-/// Where a server can be reached.
+/// Address that a server listens on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ListenUrl {
     /// A websocket on a TCP port.
@@ -41,27 +41,27 @@ pub enum ListenUrl {
     Unix(PathBuf),
     /// Standard input and output.
     Stdio,
-    /// Nowhere: for programs that serve links themselves.
+    /// No listener: for programs that serve links themselves.
     Off,
 }
 
-/// A listen URL that means nothing here.
+/// The error for an invalid listen URL.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ExecServerListenUrlParseError {
-    /// An unknown kind of URL.
+    /// The scheme of the URL is unknown.
     #[error(
         "unsupported --listen URL `{0}`; expected `ws://IP:PORT`, `wss://IP:PORT`, `unix:///PATH`, \
          `stdio` or `off`"
     )]
     Unsupported(String),
-    /// Not an address and a port.
+    /// The URL has no valid address and port.
     #[error("invalid websocket --listen URL `{0}`; expected `ws://IP:PORT`")]
     InvalidWebsocket(String),
-    /// Not an address and a port.
+    /// The TLS URL has no valid address and port.
     #[error("invalid TLS websocket --listen URL `{0}`; expected `wss://IP:PORT`")]
     InvalidTls(String),
-    /// Not an absolute path.
+    /// The path is not absolute.
     #[error("invalid unix --listen URL `{0}`; expected `unix:///PATH`")]
     InvalidUnix(String),
 }
@@ -109,41 +109,41 @@ impl fmt::Display for ListenUrl {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ListenError {
-    /// Anybody on the network could run commands.
+    /// The address is not loopback, so every host on the network could run commands.
     #[error(
         "refusing to listen on {0} without authentication: anyone who can reach it could run \
          commands; listen on a loopback address, ask for tokens with --ws-auth, or pass \
          --danger-no-auth"
     )]
     Exposed(SocketAddr),
-    /// What was handed over is no listening socket.
+    /// The inherited file descriptor is not a listening socket.
     #[error("cannot use a socket that was handed over")]
     Inherited {
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
-    /// The address cannot be had.
+    /// The address cannot be bound.
     #[error("cannot listen on {url}")]
     Bind {
-        /// Where.
+        /// The address.
         url: ListenUrl,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
 }
 
-/// A bound socket.
+/// A bound listening socket.
 #[derive(Debug)]
 pub struct Listener {
     door: Door,
     url: ListenUrl,
     guard: Arc<Guard>,
     tls: Option<Arc<TlsServer>>,
-    /// The file of a unix socket, which goes with it.
+    /// The file of a unix socket, removed with the listener.
     _file: Option<RemoveOnDrop>,
 }
 
-/// Removes a socket's file.
+/// Removes the file of a socket on drop.
 #[derive(Debug)]
 struct RemoveOnDrop(PathBuf);
 
@@ -154,12 +154,13 @@ impl Drop for RemoveOnDrop {
 }
 
 impl Listener {
-    /// Binds a TCP port. Only a loopback address, unless `danger_exposed`: with a guard that asks
-    /// for tokens, with client certificates, or where everybody may do everything.
+    /// Binds a TCP port. The address must be loopback unless `danger_exposed` is set; set it only
+    /// with a guard that requires tokens, with client certificates, or if every client may run
+    /// commands.
     ///
     /// # Errors
     ///
-    /// When the address is not loopback, or cannot be had.
+    /// When the address is not loopback, or cannot be bound.
     pub async fn tcp(address: SocketAddr, danger_exposed: bool) -> Result<Self, ListenError> {
         if !address.ip().is_loopback() && !danger_exposed {
             return Err(ListenError::Exposed(address));
@@ -176,12 +177,12 @@ impl Listener {
         Ok(Self::new(door, url, None))
     }
 
-    /// Takes a listening socket that somebody else has bound, under the rules of
+    /// Wraps a listening socket that another process has bound, with the same rules as
     /// [`Listener::tcp`].
     ///
     /// # Errors
     ///
-    /// When it is no listening socket, or its address is not loopback.
+    /// When it is not a listening socket, or its address is not loopback.
     pub fn inherited(socket: OwnedFd, danger_exposed: bool) -> Result<Self, ListenError> {
         let failed = |source: io::Error| ListenError::Inherited { source };
         let domain = rustix::net::sockopt::socket_domain(&socket).map_err(|e| failed(e.into()))?;
@@ -191,7 +192,7 @@ impl Listener {
             let address = listener.local_addr().map_err(failed)?;
             let path = address.as_pathname().unwrap_or(Path::new("")).to_owned();
             let door = Door::new(listener).map_err(failed)?;
-            // The file belongs to whoever made it.
+            // The process that created the file removes it.
             return Ok(Self::new(door, ListenUrl::Unix(path), None));
         }
         let listener = std::net::TcpListener::from(socket);
@@ -215,13 +216,13 @@ impl Listener {
         }
     }
 
-    /// Lets in only whom this guard lets in.
+    /// Uses this guard to authenticate clients.
     #[must_use]
     pub fn guarded(self, guard: Arc<Guard>) -> Self {
         Self { guard, ..self }
     }
 
-    /// Speaks TLS; a unix socket needs none and stays as it is.
+    /// Enables TLS; a unix socket does not need it and is not changed.
     #[must_use]
     pub fn with_tls(mut self, tls: Arc<TlsServer>) -> Self {
         if let ListenUrl::Websocket(address) = self.url {
@@ -235,7 +236,8 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// When the path is taken by something that is alive or no socket, or cannot be had.
+    /// When another process listens on the path, when it is a file that is not a socket, or when it
+    /// cannot be created.
     pub fn unix(path: &Path) -> Result<Self, ListenError> {
         let url = ListenUrl::Unix(path.to_owned());
         let failed = |source| ListenError::Bind {
@@ -243,7 +245,8 @@ impl Listener {
             source,
         };
         remove_stale(path).map_err(failed)?;
-        // Bound under another name first: at the announced one it is private from the beginning.
+        // Binds under a temporary name first, so that the socket already has private permissions
+        // when it appears under its real name.
         let hidden = path.with_extension(format!("{}.tmp", std::process::id()));
         let listener = UnixListener::bind(&hidden).map_err(failed)?;
         let private = fs::set_permissions(&hidden, fs::Permissions::from_mode(0o600))
@@ -257,12 +260,13 @@ impl Listener {
         Ok(Self::new(door, url, file))
     }
 
-    /// Where it can be reached; the port is the real one.
+    /// The URL of the listener, with the real port number.
     pub fn url(&self) -> &ListenUrl {
         &self.url
     }
 
-    /// Accepts connections until the server has shut down; while it does, they are told so.
+    /// Accepts connections until the server has shut down. During the shutdown, new connections get
+    /// an error response.
     pub async fn serve(self, server: Server) {
         let ended = server.ended().clone();
         loop {
@@ -270,13 +274,14 @@ impl Listener {
                 accepted = self.accept(&server) => accepted,
                 () = ended.cancelled() => return,
             };
-            // Who has come is more interested in answers than in who comes next; and the first two
-            // come quickly.
+            // Yields twice, so that the connection just accepted is served before the next one is
+            // accepted: its first two steps are short.
             for _ in 0..2 {
                 tokio::task::yield_now().await;
             }
             if let Err(error) = accepted {
-                // Out of descriptors, most likely: existing connections go on, and so do we.
+                // The process has most likely no free file descriptor. Open connections continue,
+                // and the listener tries again.
                 tracing::warn!(%error, "cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
@@ -314,20 +319,20 @@ impl Listener {
     }
 }
 
-/// Sets what holds for every accepted connection: nothing waits on its way out, little
-/// waits in the kernel, and a connection is worth a wake-up once it has said something.
+/// Sets options that accepted connections inherit: no delay for small packets, a small send buffer
+/// in the kernel, and no wake-up before the client has sent data.
 fn tune(listener: impl AsFd, address: SocketAddr) -> io::Result<()> {
-    /// Unsent bytes in the kernel: one or two chunks of output.
+    /// Limit of unsent bytes in the kernel: one or two chunks of output.
     const UNSENT_BYTES: u32 = 128 * 1024;
     let listener = listener.as_fd();
     tcp::prepare(listener, Ok(address))?;
     sys::socket::limit_unsent(listener, UNSENT_BYTES)?;
-    /// Seconds after which a silent connection is reported nevertheless, and then given up.
+    /// Seconds after which the kernel reports a silent connection anyway, and then drops it.
     const SILENCE: u16 = 10;
     sys::socket::defer_accept(listener, SILENCE)
 }
 
-/// Removes a socket file that nobody listens on any more.
+/// Removes a socket file that has no listener.
 fn remove_stale(path: &Path) -> io::Result<()> {
     match fs::symlink_metadata(path) {
         Ok(found) if found.file_type().is_socket() => {
@@ -341,25 +346,25 @@ fn remove_stale(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Somebody at the door.
+/// An accepted connection before its websocket handshake.
 struct Visitor {
     server: Server,
     guard: Arc<Guard>,
-    /// Who is there, for messages.
+    /// The name of the peer, for log messages.
     name: String,
     address: Option<IpAddr>,
-    /// The key of the certificate that it has shown.
+    /// The key of the client certificate, if the client has one.
     certificate: Option<Pin>,
     place: Place,
 }
 
 impl Visitor {
-    /// The TLS handshake, then as [`Visitor::handle`].
+    /// Completes the TLS handshake, then calls [`Visitor::handle`].
     async fn handle_tls(mut self, tls: Arc<TlsServer>, mut stream: TcpStream) {
         let limit = self.server.config().handshake_timeout;
         let handshake = async {
             let mut first = [0];
-            // Whoever forgot the `s` of `wss` is told so in words that it understands.
+            // A client that sends plain HTTP to this TLS port gets a plain HTTP error response.
             if stream.peek(&mut first).await? == 1 && first[0].is_ascii_uppercase() {
                 let _ = stream
                     .write_all(&response(400, "this port speaks TLS: use wss://", None))
@@ -382,7 +387,7 @@ impl Visitor {
         }
     }
 
-    /// Reads the HTTP request of a new connection and does what it asks for.
+    /// Reads the HTTP request of a new connection and responds to it.
     async fn handle<R, W>(self, mut reader: R, mut writer: W)
     where
         R: AsyncRead + Send + Unpin + 'static,
@@ -409,7 +414,7 @@ impl Visitor {
                     "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\n\
                      Upgrade: websocket\r\nSec-WebSocket-Accept: {accept}\r\n\r\n"
                 );
-                // Encryption has a buffer of its own, hence the flush.
+                // The TLS stream has its own buffer, so it must be flushed.
                 if writer.write_all(answer.as_bytes()).await.is_ok() && writer.flush().await.is_ok()
                 {
                     let link = Link::websocket(Role::Server, reader, writer, head.rest);
@@ -419,7 +424,7 @@ impl Visitor {
                         place,
                         ..
                     } = self;
-                    // Boxed, so that a connection in its handshake is not as large as a served one.
+                    // Boxed, so that the task of a connection in its handshake stays small.
                     let served = server.serve_admitted(link, name, Lifetime::Resumable, admission);
                     Box::pin(served).await;
                     drop(place);
@@ -432,10 +437,12 @@ impl Visitor {
         let _ = writer.shutdown().await;
     }
 
-    /// The key of a websocket and on whose behalf it is, or the answer to anything else.
+    /// Returns the websocket key and the admission of an upgrade request, or the response to any
+    /// other request.
     fn decide(&self, head: &Head) -> Result<(String, Admission), Vec<u8>> {
         if !self.guard.allows_origin(head) {
-            // A web page: any could otherwise reach a server on this machine.
+            // The request comes from a web page. Without this check every page could use a server
+            // on this machine.
             self.refuse(RefusalCause::Origin, "its origin is not listed");
             return Err(response(403, "", None));
         }
@@ -457,7 +464,7 @@ impl Visitor {
                 response(429, &text, Some(seconds))
             }
         })?;
-        // Who shows no token is known by its certificate.
+        // A client without a token is identified by its certificate.
         let identity = &mut admission.identity;
         if let Some(pin) = self.certificate
             && identity.proof == Proof::None
@@ -491,13 +498,13 @@ impl Visitor {
 
 #[derive(Debug, PartialEq, Eq)]
 enum Route {
-    /// Open a websocket for this key.
+    /// Open a websocket; the value of `Sec-WebSocket-Key`.
     Upgrade(String),
-    /// Answer with a status and a text.
+    /// Respond with a status and a text.
     Answer(u16, &'static str),
 }
 
-/// What a browser shows of this port.
+/// Text that a browser shows for this port.
 const ABOUT: &str = "This is an exec-server. It runs commands and serves files over websockets: \
                      exec-server run --url ws://HOST:PORT -- COMMAND\n";
 
@@ -548,7 +555,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn listen_urls() {
+    fn listen_urls_are_parsed_and_invalid_ones_rejected() {
         for text in [
             "ws://127.0.0.1:0",
             "ws://[::1]:80",
@@ -592,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn routes() {
+    fn route_selects_upgrade_page_health_or_error() {
         let ws = [
             ("connection", "keep-alive, Upgrade"),
             ("upgrade", "websocket"),
@@ -644,7 +651,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn connections_inherit_the_listeners_options() {
+    async fn accepted_connection_inherits_nodelay_of_listener() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         tune(&listener, address).unwrap();
@@ -655,7 +662,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn exposed_addresses_need_authentication() {
+    async fn tcp_rejects_non_loopback_address_unless_exposed() {
         let address: SocketAddr = "0.0.0.0:0".parse().unwrap();
         assert!(matches!(
             Listener::tcp(address, false).await,

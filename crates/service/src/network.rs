@@ -1,4 +1,4 @@
-//! The client of a session, as somebody to ask about networks and to tell of decisions.
+//! Network policy requests and decisions, forwarded to the client that drives the session.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -14,14 +14,14 @@ use crate::auth::Identity;
 use crate::server::Server;
 use crate::session::Session;
 
-/// Whoever drives the session of a process, at the time of asking.
+/// Policy decider that sends each request to the current client of the session.
 #[derive(Debug)]
 pub(crate) struct Driving {
     pub(crate) server: Server,
     pub(crate) session: Arc<Session>,
     pub(crate) identity: Identity,
     pub(crate) process_id: String,
-    /// How long an answer may take.
+    /// Timeout for the response of the client.
     pub(crate) patience: Duration,
 }
 

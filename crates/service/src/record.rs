@@ -1,4 +1,4 @@
-//! What metrics and the audit log are told of one process.
+//! Audit and metrics records of one process.
 
 use exec_server_executor::{Process, StartError};
 
@@ -6,13 +6,13 @@ use crate::audit::Run;
 use crate::auth::Identity;
 use crate::server::Server;
 
-/// One process on its way through the books.
+/// Records start and end of one process in the metrics and the audit log.
 pub(crate) struct Record {
     server: Server,
     identity: Identity,
     session: String,
     process_id: String,
-    /// What its policy is called, if it has one.
+    /// The name of its sandbox policy, if it has one.
     policy: Option<&'static str>,
 }
 
@@ -33,7 +33,7 @@ impl Record {
         }
     }
 
-    /// It was started, or could not be.
+    /// Records that the process was started, or why it could not be.
     pub(crate) fn started(
         &self,
         argv: &[String],
@@ -45,7 +45,7 @@ impl Record {
             Ok(_) => metrics.started.add(1),
             Err(error) => {
                 metrics.start_failures.add(1);
-                // Past the checks of the request, nothing else is refused.
+                // The request was validated before, so only the sandbox can refuse the start here.
                 if self.policy.is_some() && matches!(error, StartError::Refused(_)) {
                     metrics.sandbox_refusals.add(1);
                 }
@@ -73,7 +73,7 @@ impl Record {
         }
     }
 
-    /// Waits for its end and writes that down.
+    /// Waits for the end of the process and records it.
     pub(crate) async fn exited(&self, process: &Process) {
         let exit = process.wait_for(|log| log.exit().cloned()).await;
         self.server.metrics().exited(&exit);
