@@ -1,7 +1,7 @@
-//! What a server counts, and how it tells.
+//! Prometheus metrics of the server.
 //!
-//! Names the counters and renders them for Prometheus. Numbers that can be read on demand
-//! (sessions, processes, bytes) are not counted here.
+//! Contains the counters and renders them. Numbers that can be read on demand (sessions, processes,
+//! bytes) have no counter here.
 
 use std::io;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use crate::auth::AuthError;
 use crate::listen::response;
 use crate::server::Server;
 
-/// Upper bounds of the buckets for answers, in microseconds, and as they are written.
+/// Upper bounds of the latency buckets: in microseconds, and as the text of the label.
 const BUCKETS: [(u64, &str); 7] = [
     (100, "0.0001"),
     (500, "0.0005"),
@@ -30,22 +30,22 @@ const BUCKETS: [(u64, &str); 7] = [
     (10_000_000, "10"),
 ];
 
-/// How long answers of one method took.
+/// Latency histogram of one method.
 #[derive(Debug, Default)]
 struct Latency {
-    /// By bucket; the last is for what exceeds them all.
+    /// Responses by bucket; the last one counts those above all bounds.
     counts: [Counter; BUCKETS.len() + 1],
     micros: Counter,
     errors: Counter,
 }
 
-/// What a request names, as an index of what is counted for each method.
+/// Index of a method in the counters.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct MethodIndex(usize);
 
 impl MethodIndex {
-    /// All of them: the methods that are served, those that are not offered, and one for all other
-    /// names, so that a peer cannot make more.
+    /// Number of counters: one for each served method, one for each known method that is not
+    /// offered, and one for all other names, so that a peer cannot create more.
     const COUNT: usize = MethodId::ALL.len() + NOT_OFFERED.len() + 1;
 
     pub(crate) fn name(self) -> &'static str {
@@ -73,16 +73,16 @@ impl From<Named<'_>> for MethodIndex {
     }
 }
 
-/// Why a process is gone.
+/// Labels for how a process ended.
 const EXIT_CAUSES: [&str; 4] = ["success", "failure", "signal", "timeout"];
 
-/// What became of attempts to reach somebody.
+/// Labels for the outcome of a network policy decision.
 const NETWORK_OUTCOMES: [&str; 3] = ["allow", "deny", "ask"];
 
-/// Why somebody was not let in, for whoever looks at numbers.
+/// Labels for why a connection was refused.
 const REFUSALS: [&str; 5] = ["token", "header", "throttled", "origin", "limit"];
 
-/// What was refused at the door.
+/// The check that refused a connection.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum RefusalCause {
     Token,
@@ -111,9 +111,9 @@ pub(crate) struct Metrics {
     pub(crate) started: Counter,
     pub(crate) start_failures: Counter,
     pub(crate) sandbox_refusals: Counter,
-    /// Questions about networks.
+    /// Network policy requests that were sent to clients.
     pub(crate) network_asks: Counter,
-    /// Decisions that no client was told of.
+    /// Network policy decisions that could not be reported to a client.
     pub(crate) network_untold: Counter,
     network_decisions: [Counter; NETWORK_OUTCOMES.len()],
     exits: [Counter; EXIT_CAUSES.len()],
@@ -183,7 +183,7 @@ impl Metrics {
     }
 }
 
-/// Everything that is known of a server right now.
+/// Renders all metrics of a server in the Prometheus text format.
 pub(crate) fn render(server: &Server) -> String {
     let metrics = server.metrics();
     let executor = server.executor();
@@ -341,7 +341,7 @@ fn latencies(page: &mut Page, metrics: &Metrics) {
 
 /// Serves `/metrics`, `/healthz` and `/readyz` until the server has shut down.
 pub async fn serve(listener: TcpListener, server: Server) {
-    /// Scrapers at one time; a few are usual.
+    /// Maximum number of concurrent scrapers; a few are usual.
     const SCRAPERS: usize = 32;
     let slots = std::sync::Arc::new(tokio::sync::Semaphore::new(SCRAPERS));
     loop {
@@ -350,12 +350,12 @@ pub async fn serve(listener: TcpListener, server: Server) {
             () = server.ended().cancelled() => return,
         };
         let (Ok((stream, _)), Ok(slot)) = (accepted, slots.clone().try_acquire_owned()) else {
-            // Out of descriptors, or of patience.
+            // The process has no free file descriptor, or all slots for scrapers are in use.
             tokio::time::sleep(Duration::from_millis(10)).await;
             continue;
         };
         let server = server.clone();
-        // Ends within the handshake's time.
+        // The task ends within the handshake timeout.
         tokio::spawn(async move {
             let limit = server.config().handshake_timeout;
             let _ = tokio::time::timeout(limit, answer(stream, &server)).await;
@@ -368,7 +368,7 @@ async fn answer(mut stream: TcpStream, server: &Server) -> io::Result<()> {
     let head = http::read_head(&mut stream, Kind::Request).await?;
     let readable = head.method == "GET" || head.method == "HEAD";
     let (status, body) = match head.path() {
-        // Web pages have no business here either.
+        // Requests from web pages are refused here too.
         _ if head.header("origin").is_some() => (403, String::new()),
         "/metrics" | "/healthz" | "/readyz" if !readable => (405, String::new()),
         "/metrics" => (200, render(server)),
@@ -387,7 +387,7 @@ mod tests {
     use crate::config::ExecServerConfig;
 
     #[test]
-    fn each_method_of_the_wire_is_counted_by_its_name_and_all_others_as_one() {
+    fn known_methods_are_counted_by_name_and_all_others_as_one() {
         let name = |method| MethodIndex::from(Named::of(method)).name();
         for method in ["capabilities/discoverV2", "initialize", "session/end"] {
             assert_eq!(name(method), method);
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_page_is_what_prometheus_reads() {
+    async fn rendered_page_is_valid_prometheus_text() {
         let server = Server::new(ExecServerConfig::default()).unwrap();
         let method = MethodIndex::from(Named::of("process/list"));
         let metrics = server.metrics();
@@ -420,7 +420,7 @@ mod tests {
             assert!(page.lines().any(|other| other == line), "{line}\n{page}");
         }
         assert!(!page.contains("process/start"), "{page}");
-        // Each family is announced once, before its samples.
+        // The `TYPE` line of each family appears once, before its samples.
         let mut announced = std::collections::HashSet::new();
         for line in page.lines() {
             if let Some(rest) = line.strip_prefix("# TYPE ") {

@@ -1,7 +1,8 @@
-//! What one connection has to send: answers, and processes and watches with news.
+//! Outgoing queue of one connection: responses, and sources of notifications.
 //!
-//! Answers wait here as encoded text, bounded by bytes. News does not wait here: a process is on
-//! the ready list when its log has something, and the writer pulls as the peer takes it.
+//! Responses are queued as encoded text, bounded by bytes. Notifications are not queued: a process
+//! whose log has new entries is put into the ready list, and the writer pulls them as fast as the
+//! peer reads.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -19,34 +20,35 @@ use crate::budget::{Account, Share};
 use crate::metrics::Metrics;
 use crate::pieces::Pieces;
 
-/// Something with news, which the writer pulls.
+/// A source of notifications, from which the writer pulls.
 pub(crate) trait Feed: fmt::Debug + Send + Sync {
-    /// Encodes the next notification; false if there is none, and it will be put on the ready list
-    /// when there is.
+    /// Encodes the next notification. Returns false if there is none; the source then puts itself
+    /// into the ready list again when it has one.
     fn pull(self: Arc<Self>, outgoing: &mut Outgoing) -> bool;
 }
 
-/// Bytes of answers beyond which no further request is read.
+/// Bytes of queued responses above which no further request is read.
 const HIGH_BYTES: usize = 1 << 20;
 
-/// Bytes encoded before they are sent: large enough to amortise the system call, small enough that
-/// what comes up meanwhile does not wait long.
+/// Bytes that are encoded before they are sent: enough to amortise the system call, and few enough
+/// that new messages do not wait long.
 const FLUSH_BYTES: usize = 128 * 1024;
 
-/// Bytes that a queued response in pieces counts as; the memory of its first piece is in the budget.
+/// Bytes that count for a queued response in pieces; the memory of its first piece is taken from
+/// the budget.
 const PIECES_BYTES: usize = 64 * 1024;
 
-/// What one connection has to send.
+/// Messages that one connection has to send.
 #[derive(Debug)]
 pub(crate) struct Outbox {
     state: Mutex<State>,
-    /// There is something to send.
+    /// Signals that there is something to send.
     wake: Notify,
-    /// There is room for answers again.
+    /// Signals that there is room for responses again.
     room: Notify,
-    /// Its part in what large answers of the whole server may take.
+    /// Account of the connection in the server's budget for large responses.
     pub(crate) account: Account,
-    /// The peer has made room since this was last asked.
+    /// Whether the peer has read data since the last call of `was_taken`.
     taken: AtomicBool,
     pub(crate) metrics: Arc<Metrics>,
 }
@@ -55,19 +57,20 @@ pub(crate) struct Outbox {
 struct State {
     replies: VecDeque<Queued>,
     reply_bytes: usize,
-    /// Who has news, in turns.
+    /// Sources with notifications to send; they are served in turn.
     ready: VecDeque<Arc<dyn Feed>>,
     ping: bool,
-    /// The payload of the latest ping that was not answered yet.
+    /// The payload of the latest ping that has not been answered.
     pong: Option<Vec<u8>>,
-    /// Send what is there, then stop; with a farewell, if the peer has not gone without one.
+    /// Set when the writer must send the queued messages and stop; the inner value is the close
+    /// frame, if one is sent.
     finishing: Option<Option<Farewell>>,
 }
 
-/// A websocket close code, and the reason.
+/// Code and reason of a websocket close frame.
 pub(crate) type Farewell = (u16, String);
 
-/// An answer that waits.
+/// A queued response.
 #[derive(Debug)]
 enum Queued {
     Whole(Reply),
@@ -87,7 +90,7 @@ impl Queued {
 #[derive(Debug)]
 pub(crate) struct Reply {
     pub(crate) message: Vec<u8>,
-    /// Given back when the message has left.
+    /// Returned to the budget when the message has been sent.
     pub(crate) _reserved: Option<Share>,
 }
 
@@ -112,7 +115,7 @@ impl Outbox {
         self.queue(Queued::Whole(reply));
     }
 
-    /// Queues an answer that is made while it is sent.
+    /// Queues a response that is produced while it is sent.
     pub(crate) fn push_pieces(&self, pieces: Arc<Pieces>) {
         self.queue(Queued::Pieces(pieces));
     }
@@ -125,12 +128,12 @@ impl Outbox {
         self.wake.notify_one();
     }
 
-    /// Wakes the writer: the next piece of a response has been read.
+    /// Wakes the writer, because the next piece of a response has been read.
     pub(crate) fn wake(&self) {
         self.wake.notify_one();
     }
 
-    /// Queues an encoded message unless too much waits already; whether it did.
+    /// Queues an encoded message unless the queue is full; returns whether it was queued.
     pub(crate) fn push_if_room(&self, message: Vec<u8>) -> bool {
         if self.state().reply_bytes >= HIGH_BYTES {
             return false;
@@ -142,7 +145,7 @@ impl Outbox {
         true
     }
 
-    /// Puts a process or a watch on the ready list.
+    /// Puts a process or a watch into the ready list.
     pub(crate) fn ready(&self, feed: Arc<dyn Feed>) {
         self.state().ready.push_back(feed);
         self.wake.notify_one();
@@ -158,18 +161,18 @@ impl Outbox {
         self.wake.notify_one();
     }
 
-    /// Has the writer send what is there, a farewell if there is one, and stop.
+    /// Makes the writer send the queued messages and the close frame, if there is one, and stop.
     pub(crate) fn finish(&self, farewell: Option<Farewell>) {
         self.state().finishing = Some(farewell);
         self.wake.notify_one();
     }
 
-    /// Whether there is room for answers.
+    /// Whether there is room for responses.
     pub(crate) fn has_room(&self) -> bool {
         self.state().reply_bytes < HIGH_BYTES
     }
 
-    /// Waits until there is room for answers.
+    /// Waits until there is room for responses.
     pub(crate) async fn room(&self) {
         loop {
             let room = self.room.notified();
@@ -180,18 +183,18 @@ impl Outbox {
         }
     }
 
-    /// Whether the peer has taken something that waited for it since this was last asked.
+    /// Returns whether the peer has read queued data since the last call.
     pub(crate) fn was_taken(&self) -> bool {
         self.taken.swap(false, Ordering::Relaxed)
     }
 
-    /// Waits for a share of the server's memory for answers; to be asked for before a large answer is
-    /// made.
+    /// Waits for a share of the server's memory for responses. Must be called before a large
+    /// response is created.
     pub(crate) async fn reserve(&self, bytes: usize) -> Share {
         self.account.take(bytes).await
     }
 
-    /// As [`Outbox::reserve`], if there is a share to be had at once.
+    /// Like [`Outbox::reserve`]; returns `None` if no share is available now.
     pub(crate) fn try_reserve(&self, bytes: usize) -> Option<Share> {
         self.account.try_take(bytes)
     }
@@ -199,7 +202,7 @@ impl Outbox {
 
 #[cfg(test)]
 impl Outbox {
-    /// An outbox with a budget of its own.
+    /// Creates an outbox with its own budget, for tests.
     pub(crate) fn alone() -> Self {
         use crate::budget::{Budget, Excess};
         let budget = Budget::new(64 << 20, Excess::Refused);
@@ -208,25 +211,25 @@ impl Outbox {
     }
 }
 
-/// What was appended to the buffer of the link.
+/// Messages that were appended to the buffer of the link.
 #[derive(Default)]
 struct Sent {
-    /// Whole answers, with their shares of memory.
+    /// Complete responses, with their shares of memory.
     replies: Vec<Reply>,
-    /// An answer whose last piece has not been appended.
+    /// The response in pieces whose last piece has not been appended yet.
     pieces: Option<Arc<Pieces>>,
-    /// One whose last piece has.
+    /// The response in pieces whose last piece has been appended.
     finished: Option<Arc<Pieces>>,
 }
 
-/// Sends what the outbox has until it is finished or the connection fails.
+/// Sends the messages of the outbox until it is finished or the connection fails.
 pub(crate) async fn write(outbox: &Outbox, mut outgoing: Outgoing) -> io::Result<()> {
     let mut sent = Sent::default();
     loop {
         let wake = outbox.wake.notified();
         while outgoing.buffered() < FLUSH_BYTES && gather(outbox, &mut outgoing, &mut sent) {}
         if outgoing.buffered() == 0 {
-            // What was begun is ended first.
+            // A response that has been sent in part is completed before the close frame.
             let finishing = match sent.pieces {
                 Some(_) => None,
                 None => outbox.state().finishing.clone(),
@@ -264,18 +267,18 @@ pub(crate) async fn write(outbox: &Outbox, mut outgoing: Outgoing) -> io::Result
             pieces.sent();
         }
         if !sent.replies.is_empty() {
-            // Shares of memory were held until their messages had left.
+            // Responses hold their shares of memory until they have been sent.
             sent.replies.clear();
             outbox.room.notify_waiters();
         }
     }
 }
 
-/// Encodes what is next: answers first, then one notification of the process or watch whose turn it
-/// is.
+/// Encodes the next messages: responses first, then one notification of the process or watch whose
+/// turn it is.
 ///
-/// It comes after all answers that were queued before it became ready, so the answer to
-/// `process/start` leaves before its first output.
+/// A notification follows all responses that were queued before its source became ready, so the
+/// response to `process/start` is sent before the first output.
 fn gather(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Sent) -> bool {
     let (replies, feed) = {
         let mut state = outbox.state();
@@ -318,14 +321,15 @@ fn gather_piece(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Sent) -> bo
     };
     outgoing.push_fragment((piece.is_first, piece.is_last), piece.bytes);
     if piece.is_last {
-        // Its share is held until that has left.
+        // The share of the last piece is held until the piece has been sent.
         sent.finished = sent.pieces.take();
         outbox.room.notify_waiters();
     }
     true
 }
 
-/// Whole answers up to one in pieces, which is then begun.
+/// Takes complete responses from the queue, up to a response in pieces, which becomes the current
+/// one.
 fn take_replies(state: &mut State, sent: &mut Sent) -> Vec<Reply> {
     let mut batch = Vec::new();
     let mut bytes = 0;

@@ -1,7 +1,7 @@
-//! Responses with the content of a large file, which is read in pieces while they are sent.
+//! Responses with the content of a large file that is read in pieces while it is sent.
 //!
-//! The writer takes a piece when its peer has taken the one before, and the next is read meanwhile,
-//! on a thread for file operations. Complete responses are queued in `outbox`.
+//! The writer takes a piece when the peer has read the one before; the next piece is read meanwhile
+//! on a file thread. Complete responses are queued in `outbox`.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -18,23 +18,24 @@ use crate::budget::{Account, Share};
 use crate::files::{Lane, attempt, encode_pieces};
 use crate::outbox::Outbox;
 
-/// Bytes of a file that are read at a time: a multiple of three, so that the encoded pieces make one
-/// text, which is a little longer than the 256 KiB from which our clients take frames as they come.
+/// Bytes of a file that are read at a time. A multiple of three, so that the encoded pieces form
+/// one base64 text; encoded slightly longer than 256 KiB, the size from which our clients process
+/// frames without buffering them.
 const PIECE_BYTES: usize = 198 * 1024;
 
-/// What a piece costs while it waits.
+/// Bytes of memory that a queued piece counts.
 pub(crate) const PIECE_COST: usize = encoded_len(PIECE_BYTES) + 1024;
 
-/// Pieces of one answer in memory: one that is sent, one that is read.
+/// Pieces of one response in memory: one that is sent and one that is read.
 const AHEAD: usize = 2;
 
-/// A file on its way to a peer.
+/// Reader for the content of one file.
 #[derive(Debug)]
 pub(crate) struct FileSource {
     pub(crate) file: File,
-    /// For messages.
+    /// The path, for error messages.
     pub(crate) path: PathBuf,
-    /// How much of it is sent: what it had when it was opened.
+    /// Bytes that are sent at most: the size of the file when it was opened.
     pub(crate) size: u64,
     offset: u64,
 }
@@ -49,8 +50,8 @@ impl FileSource {
         }
     }
 
-    /// Appends the text of the next piece; whether it is the last. Less than there was at first is
-    /// what there is.
+    /// Appends the base64 text of the next piece; returns whether it is the last. If the file has
+    /// become shorter, the piece that reaches its end is the last one.
     pub(crate) fn next(&mut self, out: &mut Vec<u8>) -> Result<bool, ApiError> {
         let left = self.size.saturating_sub(self.offset);
         let wanted = usize::try_from(left).map_or(PIECE_BYTES, |left| left.min(PIECE_BYTES));
@@ -68,7 +69,7 @@ impl FileSource {
     }
 }
 
-/// An answer in pieces.
+/// A response that is sent in pieces.
 #[derive(Debug)]
 pub(crate) struct Pieces {
     lane: Arc<Lane>,
@@ -80,14 +81,14 @@ pub(crate) struct Pieces {
 
 #[derive(Debug)]
 struct State {
-    /// None while it is read from, and after the last piece.
+    /// `None` while a thread reads from it, and after the last piece.
     source: Option<FileSource>,
     ready: VecDeque<Piece>,
-    /// Pieces that were read and have not left.
+    /// Pieces that have been read and not sent yet.
     in_memory: usize,
-    /// How many those may be.
+    /// Upper limit of `in_memory`.
     allowed: usize,
-    /// Nothing was taken yet.
+    /// Whether no piece has been taken yet.
     fresh: bool,
     shares: Vec<Share>,
 }
@@ -100,11 +101,12 @@ pub(crate) struct Piece {
     pub(crate) is_last: bool,
 }
 
-/// What follows the last byte of a file.
+/// JSON text behind the last byte of the file.
 const END: &[u8] = b"\"}}";
 
 impl Pieces {
-    /// An answer that begins with `head`, its first piece included. `share` is what that costs.
+    /// Creates a response that begins with `head`, which includes the first piece. `share` is the
+    /// memory of that piece.
     pub(crate) fn new(
         (lane, closed): (&Arc<Lane>, &CancellationToken),
         outbox: &Arc<Outbox>,
@@ -137,11 +139,11 @@ impl Pieces {
         self.state.lock()
     }
 
-    /// The next piece, if it was read already. If not, the outbox is woken when it is.
+    /// Returns the next piece if it has been read. Otherwise the outbox is woken when it has been.
     pub(crate) fn take(self: &Arc<Self>) -> Option<Piece> {
         let mut state = self.state();
         if std::mem::replace(&mut state.fresh, false) {
-            // More than one at a time only where there is memory for it.
+            // Reads ahead only if the budget has memory for a second piece.
             while state.allowed < AHEAD
                 && let Some(share) = self.account.try_take(PIECE_COST)
             {
@@ -154,14 +156,14 @@ impl Pieces {
         piece
     }
 
-    /// Notes that the pieces which were taken have left.
+    /// Records that the pieces taken so far have been sent.
     pub(crate) fn sent(self: &Arc<Self>) {
         let mut state = self.state();
         state.in_memory = state.ready.len();
         self.read_on(state);
     }
 
-    /// Has the next pieces read if there may be more in memory.
+    /// Starts reading the next pieces if more may be in memory.
     fn read_on(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
         if state.in_memory >= state.allowed {
             return;
@@ -173,11 +175,12 @@ impl Pieces {
         }
     }
 
-    /// Reads pieces while there may be more in memory.
+    /// Reads pieces as long as more may be in memory.
     fn read(&self, mut source: FileSource) {
         loop {
             let Ok(mut bytes) = reserved(PIECE_COST) else {
-                // What was begun cannot be ended, so the connection cannot go on.
+                // A response that has been sent in part cannot be completed, so the connection must
+                // end.
                 return self.closed.cancel();
             };
             if self.closed.is_cancelled() {
@@ -222,7 +225,7 @@ impl Pieces {
     }
 }
 
-/// An empty buffer with room for so many bytes, if there is memory.
+/// Allocates an empty buffer for `bytes`; returns an error if there is no memory.
 pub(crate) fn reserved(bytes: usize) -> Result<Vec<u8>, ApiError> {
     let mut buffer = Vec::new();
     match buffer.try_reserve_exact(bytes) {
@@ -235,16 +238,17 @@ pub(crate) fn no_memory(bytes: usize) -> ApiError {
     ApiError::internal(format!("no memory for an answer of {bytes} bytes"))
 }
 
-/// Makes the text that was begun invalid: what was sent of it cannot be taken back, and must not pass
-/// for the content of the file.
+/// Makes the text sent so far invalid: it cannot be withdrawn, and the peer must not accept it as
+/// the content of the file.
 ///
-/// Begins with a character that is not ASCII: decoders that skip what is not base64 refuse that.
+/// Begins with a character that is not ASCII, because decoders that skip invalid base64 characters
+/// still reject it.
 fn push_failure(out: &mut Vec<u8>, error: &ApiError) {
     let text = format!("\u{fffd} {}", error.message);
     let start = out.len();
     let written = serde_json::to_writer(&mut *out, &text);
     debug_assert!(written.is_ok(), "a text always serialises");
-    // Without its quotes: it lies inside of another text.
+    // Removes the quotes, because the text is inside another JSON string.
     out.remove(start);
     out.pop();
 }
@@ -273,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_sent_as_long_as_it_was_when_it_was_opened() {
+    fn file_is_sent_up_to_its_size_at_open() {
         let bytes: Vec<u8> = (0..3 * PIECE_BYTES + 5).map(|n| n as u8).collect();
         let size = bytes.len() as u64;
         assert_eq!(read(source(&bytes, size)), (bytes.clone(), 4));
@@ -292,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_after_the_first_piece_makes_the_text_invalid() {
+    fn failure_after_first_piece_makes_base64_text_invalid() {
         let mut text = b"AAAA".to_vec();
         push_failure(&mut text, &ApiError::internal("cannot read `/\"x\"`"));
         let text = String::from_utf8(text).unwrap();

@@ -1,4 +1,4 @@
-//! `capabilityRoots/*`.
+//! Implementation of `capabilityRoots/*`: discovery of plugins and skills.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,7 +23,8 @@ pub(crate) fn discover_v1(call: Call<'_>, params: DiscoverParams) {
             "capability root discovery accepts at most {MAX_ROOTS} roots"
         )));
     }
-    // Their texts are held in memory until they are sent: one request at a time has so many.
+    // The contents of the files stay in memory until they are sent, so the number of concurrent
+    // requests is limited.
     let turns = Arc::clone(&call.connection.discoveries);
     let asked: Vec<Asked> = params
         .roots
@@ -43,7 +44,8 @@ pub(crate) fn discover_v1(call: Call<'_>, params: DiscoverParams) {
         let mut roots = Vec::with_capacity(asked.len());
         let mut bytes = 0;
         loop {
-            // Those that wait for their turn to be counted are held in memory, too.
+            // Completed discoveries that are not counted yet also use memory, so they count as
+            // running.
             let room = PARALLEL_ROOTS - looking.len();
             looking.extend(
                 asked
@@ -70,12 +72,12 @@ pub(crate) fn discover_v1(call: Call<'_>, params: DiscoverParams) {
     });
 }
 
-/// A root, and where it is looked at or why not.
+/// A root, and how to access its files or why that is not possible.
 type Asked = (String, PathUri, Result<Files, FsError>);
 
-/// A look at a root that is under way.
+/// A running discovery of one root.
 struct Look {
-    /// What to answer if it fails.
+    /// The result if the discovery fails.
     failed: DiscoveredRoot,
     outcome: Option<oneshot::Receiver<DiscoveredRoot>>,
 }
@@ -89,7 +91,7 @@ impl Look {
     }
 }
 
-/// Begins to look at a root, on a thread for file work.
+/// Starts the discovery of one root on a file thread.
 fn look(connection: &Arc<Connection>, (id, path, files): Asked) -> Look {
     let mut failed = DiscoveredRoot::empty(id.clone(), path.clone());
     let files = match files {
@@ -113,7 +115,7 @@ fn look(connection: &Arc<Connection>, (id, path, files): Asked) -> Look {
     }
 }
 
-/// About how large a root is in an answer.
+/// Approximate size of a root in the response.
 fn size(root: &DiscoveredRoot) -> usize {
     let files = root
         .namespace_manifests

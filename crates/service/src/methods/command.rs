@@ -1,4 +1,5 @@
-//! `command/exec*`: the first generation, on the same processes.
+//! Implementation of `command/exec*`, the first protocol generation, on the same process code as
+//! `process/*`.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! `environment/*`.
+//! Implementation of `environment/*`.
 
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -19,8 +19,8 @@ use crate::ApiError;
 use crate::config::ExecServerConfig;
 use crate::dispatch::Call;
 
-/// The flags of the compatible wire, each true only if all of it works; those of the managed network
-/// only where it can be enforced.
+/// Capability flags of the compatible protocol. Each is true only if the capability works
+/// completely; those of the managed network are true only if this machine can enforce it.
 const CAPABILITIES: &[(&str, bool)] = &[
     ("capabilityDiscoverySandbox", true),
     ("capabilityDiscoveryV2", false),
@@ -39,13 +39,16 @@ const CAPABILITIES: &[(&str, bool)] = &[
     ("windowsMxc", false),
 ];
 
-/// How long somebody waits for what is being found out; it takes milliseconds.
+/// Timeout for facts about the machine that are still being determined; this usually takes
+/// milliseconds.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// What this machine is like: asked once, at start, and what takes a process to find out meanwhile.
+/// Facts about this machine. They are read once at start; a thread determines those that need a
+/// child process.
 #[derive(Debug)]
 pub(crate) struct Info {
-    /// Whether a network can be managed here.
+    /// Whether this machine can enforce a managed network; `None` until the thread has determined
+    /// it.
     enforceable: Arc<(Mutex<Option<bool>>, Condvar)>,
     described: OnceLock<(EnvironmentInfo, String)>,
     config: ExecServerConfig,
@@ -55,7 +58,8 @@ impl Info {
     pub(crate) fn new(config: &ExecServerConfig, executor: Executor) -> Self {
         let enforceable = Arc::new((Mutex::new(None), Condvar::new()));
         let found = Arc::clone(&enforceable);
-        // Ends when it has found out. Without a thread nothing is, which is what it would say.
+        // The thread ends when it has the result. If it cannot be started, processes with a managed
+        // network could not be started either, so the result is false.
         let asked = std::thread::Builder::new()
             .name("examine".to_owned())
             .spawn(move || {
@@ -75,12 +79,12 @@ impl Info {
         }
     }
 
-    /// Waits for a moment if something is still being found out.
+    /// Returns the facts; waits up to [`PATIENCE`] for those that are still being determined.
     pub(crate) fn get(&self) -> &EnvironmentInfo {
         &self.described().0
     }
 
-    /// The same as JSON: every connection is told, and is told the same.
+    /// The facts as JSON: encoded once, because every connection gets the same text.
     pub(crate) fn text(&self) -> &str {
         &self.described().1
     }
@@ -117,7 +121,7 @@ fn describe(config: &ExecServerConfig, manages_networks: bool) -> EnvironmentInf
     }
 }
 
-/// A name for this machine that does not give its identity away.
+/// Returns an id for this machine from which the machine id cannot be derived.
 fn provider_id(machine: &str) -> String {
     let mut hash = Sha256::new();
     hash.update(b"exec-server provider\0");
@@ -125,7 +129,7 @@ fn provider_id(machine: &str) -> String {
     format!("sha256:{}", hex(hash.finalize()))
 }
 
-/// What files on this machine say to its clients.
+/// Reads the configuration files of this machine for clients.
 pub(crate) fn config_read(call: Call<'_>, params: ConfigReadParams) {
     let cwd = match checked(&params) {
         Ok(cwd) => cwd,
@@ -157,7 +161,7 @@ pub(crate) fn config_read(call: Call<'_>, params: ConfigReadParams) {
     });
 }
 
-/// The directory to read for, if the params make sense.
+/// Returns the directory whose configuration is read, if the params are valid.
 fn checked(params: &ConfigReadParams) -> Result<PathBuf, ApiError> {
     let ConfigReadParams {
         cwd,

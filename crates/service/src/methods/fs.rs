@@ -1,7 +1,7 @@
-//! File operations of one request and one response.
+//! File operations that have one request and one response.
 //!
-//! Decides on which thread a request is done and how a long answer is encoded; what it does is decided
-//! by the executor.
+//! Selects the thread that runs a request and encodes long responses; the executor runs the
+//! operation.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -21,20 +21,21 @@ use crate::dispatch::Call;
 use crate::files::{attempt, encode_pieces};
 use crate::pieces::FileSource;
 
-/// Room for everything in an answer but the data.
+/// Bytes of a response in addition to its data.
 const ENVELOPE_BYTES: usize = 4096;
 
-/// Files up to this size are read where the request is, if nothing has to be waited for: beyond it,
-/// going to another thread costs less than holding up what comes next.
+/// Files up to this size are read on the current thread if no disk access is needed. For larger
+/// files, switching to a file thread costs less than delaying other requests of this thread.
 const AT_ONCE_BYTES: usize = 32 * 1024;
 
-/// Memory that a listing gets before its size is known: less than every connection may use.
+/// Memory that a listing reserves before its size is known: less than the guaranteed bytes of a
+/// connection.
 const LISTING_BYTES: usize = 1 << 20;
 
-/// What an entry of a listing takes besides its name.
+/// Bytes of an entry of a listing in addition to its name.
 const ENTRY_BYTES: usize = 64;
 
-/// Checks what every method with a path and a policy checks.
+/// Runs the checks of all methods with a path and a policy.
 pub(super) fn admit(
     call: &Call<'_>,
     path: &PathUri,
@@ -56,14 +57,14 @@ pub(super) async fn blocking<R: Send + 'static>(
         .unwrap_or_else(|error| Err(ApiError::internal(format!("file work failed: {error}"))))
 }
 
-/// A file request that was admitted.
+/// A file request that has passed all checks.
 pub(super) struct Admitted {
     pub(super) connection: Arc<Connection>,
     pub(super) files: Files,
     pub(super) request: FsRequest,
 }
 
-/// Does a file operation of one request and one response.
+/// Runs a file operation that has one request and one response.
 pub(crate) fn call<M: FsMethod>(call: Call<'_>, params: M::Params) {
     answer(call, M::request(params));
 }
@@ -94,7 +95,7 @@ fn answer(mut call: Call<'_>, mut request: FsRequest) {
     call.connection.spawn(async move {
         let connection = Arc::clone(&admitted.connection);
         match soon.finish(&admitted.request, connection.is_alone()).await {
-            // It is read where a thread may block.
+            // Reading the file can block, so it continues on a file thread.
             Some(Ok(answer @ Answer::File { .. })) => {
                 let there = Arc::clone(&connection);
                 connection.file_work(move || send(&there, responder, Ok(answer)));
@@ -106,7 +107,7 @@ fn answer(mut call: Call<'_>, mut request: FsRequest) {
 }
 
 impl Admitted {
-    /// Does it on a thread for file work, and answers from there.
+    /// Runs the operation on a file thread, which sends the response.
     fn perform(self, responder: Responder) {
         let connection = Arc::clone(&self.connection);
         match &self.request {
@@ -124,8 +125,9 @@ impl Admitted {
         }
     }
 
-    /// Lists when there is memory for a response of so many bytes. If that is too little, lists again
-    /// when there is more: names that wait for memory would use memory themselves.
+    /// Lists entries when there is memory for a response of `bytes`. If the response is larger,
+    /// discards it, waits for enough memory and lists again: a listing that waits for memory would
+    /// itself use memory outside the budget.
     fn list(self, responder: Responder, bytes: usize) {
         let connection = Arc::clone(&self.connection);
         connection.with_room(responder, bytes, move |mut responder| {
@@ -149,7 +151,7 @@ impl Admitted {
     }
 }
 
-/// About how large the response with a listing is.
+/// Approximate size of the response with a listing.
 fn listing_bytes(answer: &Answer) -> usize {
     match answer {
         Answer::Directory { found, .. } => found
@@ -169,7 +171,8 @@ fn listing_bytes(answer: &Answer) -> usize {
     }
 }
 
-/// Answers a request; on a thread for file work where there is a file to be read.
+/// Sends the response of a request. If a file must be read first, the caller must be on a file
+/// thread.
 pub(super) fn send(
     connection: &Arc<Connection>,
     responder: Responder,
@@ -185,7 +188,7 @@ pub(super) fn send(
     }
 }
 
-/// Answers with what is in a file.
+/// Sends the content of a file.
 fn send_content(responder: Responder, data: &[u8]) {
     responder.send_result(encoded_len(data.len()) + ENVELOPE_BYTES, |out| {
         out.extend_from_slice(b"{\"dataBase64\":\"");
@@ -194,7 +197,7 @@ fn send_content(responder: Responder, data: &[u8]) {
     });
 }
 
-/// Reads an open file and answers with what is in it; to be called on a thread for file work.
+/// Reads an open file and sends its content. Must be called on a file thread.
 fn read_open(connection: &Arc<Connection>, responder: Responder, path: PathBuf, file: File) {
     let sized = attempt(|| {
         let size = fs::readable_size(&file, &path)?;
@@ -209,11 +212,12 @@ fn read_open(connection: &Arc<Connection>, responder: Responder, path: PathBuf, 
         return connection.send_in_pieces(responder, FileSource::new(file, path, size));
     }
     let answer_bytes = encoded_len(size as usize) + ENVELOPE_BYTES;
-    // The bytes are read only when there is room for the answer they make.
+    // The file is read only when there is memory for the response.
     connection.with_room(responder, answer_bytes, move |responder| {
         responder.try_send_result(answer_bytes, |out| {
             out.extend_from_slice(b"{\"dataBase64\":\"");
-            // It may grow meanwhile, but not without end.
+            // The file may grow while it is read, but the response must not exceed the message
+            // limit.
             let most = MAX_MESSAGE_BYTES / 4 * 3;
             let read = attempt(|| {
                 encode_pieces(out, most, |done, piece| {
@@ -232,7 +236,7 @@ fn read_open(connection: &Arc<Connection>, responder: Responder, path: PathBuf, 
     });
 }
 
-/// Whether a file of this size can be answered with.
+/// Checks that the content of a file of this size fits into one message.
 fn fits(size: usize) -> Result<(), ApiError> {
     let answer = encoded_len(size) + ENVELOPE_BYTES;
     if answer <= MAX_MESSAGE_BYTES {
@@ -298,7 +302,7 @@ fn send_walk(responder: Responder, walked: &Walked) {
         let mut text = String::new();
         let mut first = true;
         for (directory, entries) in walked.directories() {
-            // Absolute and without NUL, as every path that was walked to.
+            // The path is absolute and has no NUL byte, as all paths found by a walk.
             let Ok(directory) = PathUri::from_native(directory) else {
                 continue;
             };

@@ -1,4 +1,4 @@
-//! `fs/open`, `fs/readBlock`, `fs/writeBlock`, `fs/close`.
+//! Implementation of `fs/open`, `fs/readBlock`, `fs/writeBlock` and `fs/close`.
 
 use std::cell::RefCell;
 
@@ -54,13 +54,15 @@ pub(crate) fn read_block(call: Call<'_>, params: ReadBlockParams) {
     on_block(call, &params.handle_id, action, admitted);
 }
 
-/// A message of this length is decoded where the file is written: this thread has others to serve.
+/// Messages from this length on are decoded on the file thread that writes the data, because the
+/// current thread also serves other connections.
 const LONG_BYTES: usize = 128 * 1024;
 
-/// Room for everything in a message but the data.
+/// Bytes of a message in addition to its data.
 const ENVELOPE_BYTES: usize = 4096;
 
-/// A long block: what its params most likely are without the data, and their text.
+/// For a long block, returns the params without the data, which are validated later, and their
+/// text.
 pub(crate) fn long_block(params: Raw<'_>) -> Option<(WriteBlockParams, Bytes)> {
     let (text, shared) = (params.text?, params.shared?);
     if !(LONG_BYTES..encoded_len(MAX_BLOCK_BYTES) + ENVELOPE_BYTES).contains(&shared.len()) {
@@ -87,13 +89,15 @@ pub(crate) fn write_block(mut call: Call<'_>, params: WriteBlockParams) {
     );
 }
 
-/// Decodes the params of `fs/writeBlock`, and passes on where to write what if that can be done.
+/// Decodes the params of `fs/writeBlock` and calls `write` with the offset and the data if they are
+/// valid.
 pub(crate) fn with_block(
     raw: &[u8],
     write: impl FnOnce(u64, &[u8]) -> Result<(), FsError>,
 ) -> Result<(), ApiError> {
     thread_local! {
-        /// The data of one block; a thread that writes one mostly writes more.
+        /// Buffer for the data of one block, kept because a thread that writes one block usually
+        /// writes more.
         static ROOM: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
     }
     ROOM.with_borrow_mut(|room| {

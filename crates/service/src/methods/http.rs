@@ -1,4 +1,4 @@
-//! `http/*`, and the notifications that bring a streamed body.
+//! Implementation of `http/*`, and the notifications that carry a streamed body.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,23 +22,26 @@ use crate::dispatch::Call;
 use crate::follow;
 use crate::outbox::{Feed, Outbox};
 
-/// Bytes of a body that is not streamed beyond which it needs a share of the connection's budget.
+/// Bytes of a body that is not streamed above which it needs memory from the budget of the
+/// connection.
 ///
-/// With as many requests as there may be, the bodies below it are as much as one message.
+/// The largest allowed number of requests, each with a body of this size, uses as much memory as
+/// one message of maximum size.
 const SMALL_BODY: usize = MAX_MESSAGE_BYTES / MAX_HTTP_REQUESTS;
 
-/// Granularity of that budget: permits are counted in 32 bits.
+/// Granularity of that budget in bytes: semaphore permits are counted in 32 bits.
 const BUDGET_UNIT: usize = 1024;
 
-/// Bytes of a streamed body that may wait for the peer before its host is made to wait.
+/// Bytes of a streamed body that may wait for the peer before the server stops reading from the
+/// HTTP host.
 const WAITING_BYTES: usize = 1 << 20;
 
-/// The requests that one connection has under way.
+/// HTTP requests in progress on one connection.
 #[derive(Debug)]
 pub(crate) struct Requests {
     shared: Arc<Shared>,
-    /// Bounds the large bodies that are being received. A budget of their own: one that never
-    /// comes to its end must hold up neither files nor processes.
+    /// Limits the memory of large bodies that are being received. It has its own budget, because a
+    /// body that never ends must block neither files nor processes.
     budget: Arc<Semaphore>,
 }
 
@@ -60,7 +63,7 @@ struct Entry {
     cancelled: CancellationToken,
 }
 
-/// A request's place among those under way.
+/// Entry of one request in the table of those in progress; removed on drop.
 #[derive(Debug)]
 struct Place {
     number: u64,
@@ -88,7 +91,8 @@ impl Default for Requests {
 impl Requests {
     fn enter(&self, request_id: &str, streamed: bool) -> Result<Place, ApiError> {
         let mut active = self.shared.active.lock();
-        // Pieces bear the id alone, so a stream must have it for itself.
+        // Notifications with parts of a body contain only the id, so no two streams may have the
+        // same one.
         let taken = |entry: &Entry| streamed && entry.streamed && entry.request_id == request_id;
         if active.requests.values().any(taken) {
             return Err(ApiError::invalid_params(format!(
@@ -115,7 +119,7 @@ impl Requests {
         })
     }
 
-    /// Ends all requests of this id; whether there were any.
+    /// Cancels all requests with this id; returns whether there were any.
     fn cancel(&self, request_id: &str) -> bool {
         let active = self.shared.active.lock();
         let mut any = false;
@@ -128,7 +132,7 @@ impl Requests {
         any
     }
 
-    /// Ends all of them.
+    /// Cancels all requests.
     pub(crate) fn cancel_all(&self) {
         for entry in self.shared.active.lock().requests.values() {
             entry.cancelled.cancel();
@@ -155,7 +159,7 @@ pub(crate) fn request(call: Call<'_>, params: RequestParams) {
         Err(error) => return responder.send_error(error),
     };
     let connection = Arc::clone(call.connection);
-    // Ends with the connection: then nobody is there to be told.
+    // The task ends with the connection, because then there is no client to respond to.
     call.connection.spawn(async move {
         let _waiting = waiting;
         if streamed {
@@ -171,7 +175,7 @@ pub(crate) fn cancel(call: Call<'_>, params: CancelParams) {
     call.responder.send(Ok(CancelResult { cancelled }));
 }
 
-/// Does something unless it is cancelled first.
+/// Runs `work` unless it is cancelled first.
 async fn unless_cancelled<T>(
     place: &Place,
     work: impl Future<Output = Result<T, HttpError>>,
@@ -182,7 +186,7 @@ async fn unless_cancelled<T>(
     }
 }
 
-/// Answers with the whole body.
+/// Responds with the complete body.
 async fn whole(
     connection: &Arc<Connection>,
     client: &HttpClient,
@@ -197,7 +201,7 @@ async fn whole(
             receive(connection, client, response).await
         };
         match timeout {
-            // Of waiting for room as well.
+            // The timeout includes the time spent waiting for memory.
             Some(timeout) => match tokio::time::timeout(timeout, work).await {
                 Ok(received) => received,
                 Err(_) => Err(HttpError::TimedOut(timeout)),
@@ -219,7 +223,7 @@ async fn whole(
     responder.send_result(hint, |out| {
         let encoded = serde_json::to_writer(&mut *out, &result);
         debug_assert!(encoded.is_ok(), "texts and numbers always serialise");
-        // The last member is the empty body: its bytes are encoded once, straight into place.
+        // The last member is the empty body: the data is encoded once, directly into the message.
         out.truncate(out.len() - 2);
         chunk::encode_into(&body, out);
         out.extend_from_slice(b"\"}");
@@ -253,7 +257,8 @@ async fn receive(
     let mut bytes = Vec::with_capacity(known.unwrap_or(0).min(SMALL_BODY));
     while let Some(piece) = body.chunk().await? {
         if reserved.is_none() && bytes.len() + piece.len() > SMALL_BODY {
-            // All that it may become at once, so that nobody waits for more while holding some.
+            // Reserves the maximum size in one step, so that no request waits for more memory while
+            // it holds some.
             let most = known.unwrap_or(limit).max(piece.len());
             reserved = connection.requests.reserve(most).await;
             bytes.reserve_exact(known.map_or(0, |known| known.saturating_sub(bytes.len())));
@@ -263,14 +268,15 @@ async fn receive(
     Ok((status, headers, bytes, reserved))
 }
 
-/// The largest body whose text fits into a message.
+/// The largest body whose base64 text fits into a message.
 fn largest_body() -> usize {
     (MAX_MESSAGE_BYTES - (1 << 20)) / 4 * 3
 }
 
 impl Requests {
     async fn reserve(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
-        // Never more than the budget, so it can be had; the semaphore is never closed.
+        // The request never exceeds the budget, so it can be granted; the semaphore is never
+        // closed.
         let units = bytes.min(MAX_MESSAGE_BYTES).div_ceil(BUDGET_UNIT);
         let units = u32::try_from(units).unwrap_or(u32::MAX);
         let budget = Arc::clone(&self.budget);
@@ -278,7 +284,7 @@ impl Requests {
     }
 }
 
-/// Answers with the headers, then sends the body in pieces.
+/// Responds with the headers, then sends the body in parts.
 async fn stream(
     connection: &Arc<Connection>,
     client: &HttpClient,
@@ -325,14 +331,14 @@ async fn stream(
     stream.finish(outcome.err());
 }
 
-/// Feeds one connection with a body as it comes.
+/// Sends a body to one connection while it is being received.
 #[derive(Debug)]
 struct Stream {
     request_id: String,
     state: Mutex<State>,
-    /// The peer has taken something.
+    /// Signals that the peer has read data.
     room: Notify,
-    /// It is on the ready list, or about to be pulled.
+    /// Whether the stream is in the ready list or is about to be pulled.
     queued: AtomicBool,
     outbox: Weak<Outbox>,
 }
@@ -340,18 +346,18 @@ struct Stream {
 #[derive(Debug, Default)]
 struct State {
     waiting: VecDeque<Bytes>,
-    /// Bytes that wait.
+    /// Bytes that wait for the peer.
     bytes: usize,
-    /// The last number that was used.
+    /// The sequence number of the last notification.
     seq: u64,
-    /// How it ended, once it has.
+    /// The error, if any, once the body has ended.
     end: Option<Option<String>>,
-    /// Kept until the last piece has been told.
+    /// Held until the last notification has been encoded.
     place: Option<Place>,
 }
 
 impl Stream {
-    /// Receives the body, no faster than the peer takes it.
+    /// Receives the body, not faster than the peer reads it.
     async fn take(self: &Arc<Self>, mut body: Body) -> Result<(), HttpError> {
         while let Some(mut piece) = body.chunk().await? {
             while !piece.is_empty() {
@@ -380,7 +386,7 @@ impl Stream {
     fn finish(self: &Arc<Self>, error: Option<HttpError>) {
         let mut state = self.state.lock();
         if matches!(error, Some(HttpError::Cancelled)) {
-            // Whoever does not want the rest does not want this either.
+            // A client that cancels the request does not need the waiting data either.
             state.waiting.clear();
             state.bytes = 0;
         }
@@ -397,7 +403,7 @@ impl Stream {
         }
     }
 
-    /// The next piece and its number, or the end.
+    /// Returns the next part and its sequence number, or the end.
     fn next(&self) -> Option<(u64, Next)> {
         let mut state = self.state.lock();
         let next = match state.waiting.pop_front() {
@@ -406,7 +412,7 @@ impl Stream {
                 Next::Piece(piece)
             }
             None => {
-                // Told once.
+                // The end is reported once.
                 let error = state.end.take()?;
                 state.place = None;
                 Next::End(error)
@@ -430,7 +436,7 @@ impl Feed for Stream {
             Some((seq, Next::Piece(piece))) => {
                 push_delta(outgoing, &self.request_id, seq, &piece);
                 self.room.notify_waiters();
-                // Nobody else puts it on the list meanwhile.
+                // Puts the stream back into the ready list, unless another task has done so.
                 !self.queued.swap(true, Ordering::AcqRel)
             }
             Some((seq, Next::End(error))) => {
@@ -448,7 +454,7 @@ impl Feed for Stream {
     }
 }
 
-/// Writes a piece by hand: its bytes are encoded once, straight into the frame.
+/// Appends a notification without serde: the data is encoded once, directly into the frame.
 fn push_delta(outgoing: &mut Outgoing, request_id: &str, seq: u64, bytes: &[u8]) {
     let hint = chunk::encoded_len(bytes.len()) + request_id.len() + 130;
     outgoing.push_message(hint, |out| {

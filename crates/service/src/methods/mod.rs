@@ -1,4 +1,4 @@
-//! The methods, one file per family: plain functions from params to an answer.
+//! Protocol methods, one file per family: functions that take params and send a response.
 
 pub(crate) mod capability;
 pub(crate) mod command;

@@ -1,4 +1,4 @@
-//! `process/*`.
+//! Implementation of `process/*`.
 
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
@@ -61,7 +61,8 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
     let id = process_id.clone();
     let started = |process: &Process| StartResult {
         process_id: id,
-        // As the reference has it: whoever names a policy, be it one that allows everything.
+        // Reported as in the reference implementation: a process has a sandbox type if its request
+        // names a policy, even one that allows everything.
         sandbox_type: Some(match process.enforcement() {
             Some(_) => SandboxType::LinuxSeccomp,
             None => SandboxType::None,
@@ -87,21 +88,21 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
     );
 }
 
-/// What a session remembers of a process.
+/// Properties of a process that its session stores.
 pub(crate) struct Description {
     pub(crate) process_id: String,
     pub(crate) argv: Vec<String>,
     pub(crate) cwd: exec_server_protocol::PathUri,
     pub(crate) dialect: Dialect,
     pub(crate) start_id: Option<String>,
-    /// What its shell may begin with.
+    /// The shell snapshot that the process may start from.
     pub(crate) snapshot: Option<Wanted>,
-    /// The network that is managed for it.
+    /// The managed network of the process.
     pub(crate) network: Option<network::ProcessNetwork>,
 }
 
-/// Starts a process and answers; goes on even if the connection ends meanwhile. A repeat of the
-/// request that started it starts nothing, and has the same answer.
+/// Starts a process and responds. Continues even if the connection ends. A repeated request with
+/// the same start id starts no second process and gets the same response.
 pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
     connection: &Arc<Connection>,
     session: Arc<Session>,
@@ -132,7 +133,7 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
     let identity = &connection.identity;
     let policy = spec.sandbox.as_ref().map(policy_name);
     let process_id = &description.process_id;
-    // A network of its own is enforced as a policy is.
+    // A managed network is enforced like a sandbox policy.
     let policy = policy.or(spec.network.as_ref().map(|_| "managed-network"));
     let record = Record::new(&server, identity, &session.id, process_id, policy);
     let identity = identity.clone();
@@ -184,7 +185,8 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
             return;
         }
         if let Some(managed) = session.process(&process_id) {
-            // After the answer to the request, before which nothing is told of the process.
+            // Runs after the response to the request, because no notification about the process may
+            // precede it.
             let proxy = network.and_then(|network| {
                 let authority = Arc::new(Driving {
                     patience: network.decision_timeout().unwrap_or_default(),
@@ -200,13 +202,14 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
                 }
                 served.ok()
             });
-            // A task of its own: this one stays as large as what a start needs.
+            // A separate task: this one would keep the memory that a start needs until the process
+            // ends.
             tokio::spawn(watch_end(server, session, managed, record, proxy));
         }
     });
 }
 
-/// Records the end of a process, and then leaves its record to the session.
+/// Records the end of a process, then passes its record to the session.
 async fn watch_end<P>(
     server: Server,
     session: Arc<Session>,
@@ -220,13 +223,13 @@ async fn watch_end<P>(
         .process
         .wait_for(|log| log.close().map(|_| ()))
         .await;
-    // Connections that still go through the proxy end.
+    // Ends the connections that still use the proxy.
     drop(proxy);
     let retention = server.config().closed_retention;
     session.retire(managed, retention);
 }
 
-/// What a policy is called in the audit log; who wants to know all of it looks at the request.
+/// The name of a policy in the audit log; the complete policy is only in the request.
 fn policy_name(sandbox: &Sandbox) -> &'static str {
     let (name, network) = match &sandbox.permissions {
         Permissions::Disabled => return "disabled",
@@ -251,7 +254,7 @@ fn policy_name(sandbox: &Sandbox) -> &'static str {
     name[usize::from(*network == Network::Enabled)]
 }
 
-/// Finds the process of a request and does something with it, in its turn.
+/// Runs `job` on the process of a request, after earlier jobs for the same process.
 fn with_process(
     call: Call<'_>,
     process_id: &str,
@@ -272,7 +275,7 @@ pub(crate) fn read(call: Call<'_>, params: ReadParams) {
             return responder.send_error(ApiError::unknown_process(&params.process_id));
         };
         let after = params.after_seq.unwrap_or(0);
-        // An onlooker's progress is not the reader's, for whom output is kept.
+        // Only reads of the session's own client free output; reads from other sessions do not.
         if params.session_id.is_none() {
             managed.acknowledge(after);
         }
@@ -297,7 +300,8 @@ pub(crate) fn read(call: Call<'_>, params: ReadParams) {
                 .process
                 .wait_for(|log| report::has_news(log, after).then_some(()));
             let _ = tokio::time::timeout(wait, news).await;
-            // Many may be woken by the same output; only as many answers as fit are made at once.
+            // The same output may wake many requests; responses are created only as memory for them
+            // is available.
             let bytes = managed.process.with_log(|log| log.retained_bytes());
             responder
                 .reserve(encoded_len(usize::try_from(bytes).unwrap_or(0)) + 4096)
@@ -313,7 +317,7 @@ pub(crate) fn read(call: Call<'_>, params: ReadParams) {
     in_session(call, session.as_deref(), &id, job);
 }
 
-/// Notes on the record of a closed process that its own client has read everything, if it has.
+/// Marks a closed process as read to its end, if its own client has read all output.
 fn note_end(managed: &Managed, own: bool, result: &ReadResult) {
     let read = result.next_seq.saturating_sub(1);
     if own && result.closed && !managed.process.with_log(|log| log.has_output_after(read)) {
@@ -421,8 +425,8 @@ fn in_session(
     }
 }
 
-/// As [`with_process`], for a process of any session: whoever may run anything here may end it too,
-/// and whoever has the scope to look at processes may look at all of them.
+/// Like [`with_process`], for a process of any session: a client that may run commands may also end
+/// any process, and a client with the scope to observe processes may observe all of them.
 fn elsewhere(
     call: Call<'_>,
     session_id: &str,
@@ -472,7 +476,7 @@ pub(crate) fn terminate(call: Call<'_>, params: TerminateParams) {
             Err(error) => return responder.send_error(error),
         };
         let process = managed.process.clone();
-        // Not tied to the connection: what was to be ended ends.
+        // This task does not end with the connection: the process is ended in any case.
         tokio::spawn(async move {
             let (running, left) = process.terminate_and_wait(end).await;
             drop(waiting);
@@ -547,7 +551,7 @@ pub(crate) fn wait_for(call: Call<'_>, params: WaitForParams) {
             Err(error) => return responder.send_error(error),
         };
         let managed = Arc::clone(managed);
-        // Ends with the connection.
+        // The task ends with the connection.
         connection.spawn(async move {
             let after = params.after_seq.unwrap_or(0);
             let timeout = params.timeout_ms.map(Duration::from_millis);

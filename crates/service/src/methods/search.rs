@@ -1,4 +1,4 @@
-//! `fs/search`.
+//! Implementation of `fs/search`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +12,7 @@ use super::fs::{Admitted, blocking, send};
 use crate::ApiError;
 use crate::connection::Responder;
 
-/// Searches of one connection that run at once; each keeps every core busy.
+/// Concurrent searches of one connection; each one uses all cores.
 const MAX_RUNNING: usize = 4;
 
 /// The searches of one connection.
@@ -33,7 +33,7 @@ impl Default for Searches {
 }
 
 impl Searches {
-    /// Ends those that run or wait.
+    /// Cancels running and waiting searches.
     pub(crate) fn cancel(&self) {
         let mut session = self.session.lock();
         std::mem::take(&mut *session).cancel();
@@ -45,7 +45,7 @@ impl Searches {
     }
 }
 
-/// Tells the threads of a search when nobody waits for it any more.
+/// Flag for the threads of a search; set on drop, when no response is needed any more.
 struct Interest(Arc<AtomicBool>);
 
 impl Drop for Interest {
@@ -54,7 +54,7 @@ impl Drop for Interest {
     }
 }
 
-/// Searches when there is room for one more search and for its answer.
+/// Runs a search when there is a free slot and memory for its response.
 pub(super) fn search(admitted: Admitted, mut responder: Responder) {
     let Admitted {
         connection,
@@ -68,7 +68,7 @@ pub(super) fn search(admitted: Admitted, mut responder: Responder) {
             // The semaphore is never closed.
             let _running = connection.searches.running.acquire().await;
             responder.reserve(MAX_SEARCH_REPLY_BYTES).await;
-            // Dropped with this future: when the connection or the session ends.
+            // Dropped with this future when the connection or the session ends.
             let interest = Interest(Arc::default());
             let cancelled = Arc::clone(&interest.0);
             let stop = move || cancelled.load(Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! `initialize` and `session/*`.
+//! Implementation of `initialize` and `session/*`.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::ApiError;
 use crate::connection::{Connection, Phase, Responder};
 use crate::dispatch::Call;
 
-/// Opens a session or takes one up again.
+/// Opens a session or resumes one.
 pub(crate) fn initialize(
     connection: &Arc<Connection>,
     phase: &mut Phase,
@@ -52,7 +52,7 @@ pub(crate) fn initialize(
     };
     let info = server.info_text();
     responder.send_result(info.len() + 256, |out| {
-        // Another field, of which the text is there already.
+        // Appends one more field, whose JSON text is already encoded.
         let encoded = serde_json::to_writer(&mut *out, &short);
         debug_assert!(encoded.is_ok(), "texts and numbers always serialise");
         out.pop();
@@ -60,7 +60,7 @@ pub(crate) fn initialize(
         out.extend_from_slice(info.as_bytes());
         out.push(b'}');
     });
-    // After the answer, so that news of resumed processes does not come before it.
+    // Called after the response was queued, so that notifications of resumed processes follow it.
     session.follow_all();
     *phase = Phase::Initialized(session);
 }
@@ -73,7 +73,7 @@ pub(crate) fn end(call: Call<'_>, phase: &mut Phase) {
     call.connection.watches.end();
     let (session, responder) = (call.session, call.responder);
     let server = call.connection.server.clone();
-    // Not tied to the connection: a session that was told to end ends.
+    // This task does not end with the connection: the session is ended in any case.
     tokio::spawn(async move {
         server.end_session(&Arc::clone(&session)).await;
         responder.send(Ok(Empty {}));

@@ -1,4 +1,4 @@
-//! `fs/watch`, `fs/unwatch` and `fs/watchMissing`, and the notifications they lead to.
+//! Implementation of `fs/watch`, `fs/unwatch` and `fs/watchMissing`, and their notifications.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -27,39 +27,39 @@ use crate::dispatch::Call;
 use crate::follow;
 use crate::outbox::{Feed, Outbox, Reply};
 
-/// What one connection watches.
+/// Watches of one connection.
 #[derive(Debug, Default)]
 pub(crate) struct Watches {
-    /// By the id that the client chose.
+    /// Watches by the id that the client chose.
     active: Mutex<HashMap<String, Watch>>,
     missing: Mutex<MissingWatch>,
 }
 
 #[derive(Debug)]
 enum Watch {
-    /// Being registered, until this is set.
+    /// The watch is being registered; setting the flag cancels that.
     Starting(Arc<AtomicBool>),
     Told(Arc<Watcher>),
 }
 
-/// The one watch for something missing.
+/// The watch for missing paths; a connection has at most one.
 #[derive(Debug, Default)]
 struct MissingWatch {
     /// The largest id that was used.
     last: Option<u64>,
-    /// Cancelled when another takes its place.
+    /// Cancelled when another watch replaces it.
     current: CancellationToken,
 }
 
 impl Watches {
-    /// Ends all of them.
+    /// Ends all watches.
     pub(crate) fn end(&self) {
         let active = std::mem::take(&mut *self.active.lock());
         active.into_values().for_each(Watch::end);
         self.missing.lock().current.cancel();
     }
 
-    /// Takes an id for a watch that is about to be registered.
+    /// Reserves the id of a watch that is about to be registered.
     fn reserve(&self, watch_id: &str, cancelled: &Arc<AtomicBool>) -> Result<(), ApiError> {
         let mut active = self.active.lock();
         if active.contains_key(watch_id) {
@@ -91,18 +91,19 @@ impl Watch {
     }
 }
 
-/// Feeds one connection with what happens under one watch.
+/// Sends the changes of one watch to one connection.
 #[derive(Debug)]
 struct Watcher {
     watch_id: String,
-    /// Nothing once the watch has ended.
+    /// `None` once the watch has ended.
     subscription: Mutex<Option<Subscription>>,
-    /// It is on the ready list, or about to be pulled.
+    /// Whether the watcher is in the ready list or is about to be pulled.
     queued: AtomicBool,
     outbox: Weak<Outbox>,
 }
 
-/// Wakes a watcher without keeping it: the subscription, which has this, is the watcher's own.
+/// Wakes a watcher through a weak reference: the subscription owns this waker and belongs to the
+/// watcher, so a strong one would be a cycle.
 struct Bell(Weak<Watcher>);
 
 impl Wake for Bell {
@@ -144,7 +145,7 @@ impl Feed for Watcher {
             overflow: batch.overflow,
         };
         follow::push(outgoing, Changed::NAME, &params);
-        // Nobody else puts it on the list meanwhile: what came first was taken.
+        // Puts the watcher back into the ready list, unless another task has done so.
         !self.queued.swap(true, Ordering::AcqRel)
     }
 }
@@ -173,7 +174,7 @@ pub(crate) fn watch(call: Call<'_>, mut params: WatchParams) {
             ..
         } = params;
         let (server, flag) = (connection.server.clone(), Arc::clone(&cancelled));
-        // The connection ends all its watches: that sets the flag of one that is being registered.
+        // If the connection ends during the registration, it sets the flag of this watch.
         let started = blocking(move || {
             let debounce = Duration::from_millis(debounce_ms);
             let watched = server
@@ -195,7 +196,7 @@ pub(crate) fn watch(call: Call<'_>, mut params: WatchParams) {
     });
 }
 
-/// Answers, and lets changes follow the answer.
+/// Sends the response; notifications of changes follow it.
 fn begin(
     connection: &Arc<Connection>,
     watch_id: String,
@@ -275,7 +276,7 @@ pub(crate) fn watch_missing(call: Call<'_>, params: WatchMissingParams) {
     call.connection.spawn(async move {
         let started = tokio::select! {
             started = blocking(move || Ok(Missing::start(missing, present)?)) => started,
-            // Another took its place; this one will tell nothing.
+            // Another watch has replaced this one, which will send no notification.
             () = current.cancelled() => Ok(None),
         };
         let watch = started.unwrap_or_else(|error| {
@@ -290,7 +291,7 @@ pub(crate) fn watch_missing(call: Call<'_>, params: WatchMissingParams) {
             () = current.cancelled() => return,
         };
         if let Err(error) = changed {
-            // Told as a change: whoever waits will look, and see.
+            // Reported to the client as a change, so that it checks the paths itself.
             tracing::warn!(%error, "stopped watching for missing paths");
         }
         let _state = connection.watches.missing.lock();
@@ -300,7 +301,7 @@ pub(crate) fn watch_missing(call: Call<'_>, params: WatchMissingParams) {
     });
 }
 
-/// The paths on this machine, if they make sense.
+/// Converts the paths to native ones; returns `None` if they are invalid.
 fn usable(
     missing: &[PathUri],
     present: Option<&PathUri>,
@@ -316,7 +317,7 @@ fn usable(
     }
 }
 
-/// One small message for each request that was answered.
+/// Sends the notification; each request leads to at most one, so the number is bounded.
 fn tell_missing(outbox: &Outbox, watch_id: u64) {
     let mut message = Vec::new();
     let params = MissingChangedParams { watch_id };
