@@ -1,14 +1,14 @@
-//! The check of a request against the scopes of the token that its connection came with.
+//! Authorization of a request by the scopes of its connection's token.
 //!
-//! Which scopes a method needs is its row in [`table`](exec_server_protocol::table).
+//! The scopes that each method requires are in its row of [`table`](exec_server_protocol::table).
 
 use exec_server_protocol::Scope;
 
 use crate::ApiError;
 use crate::auth::{Identity, Scopes};
 
-/// Refuses a request of the method `name` unless the identity has one of these scopes, or none is
-/// needed.
+/// Refuses a request of the method `name` unless the identity has one of these scopes, or the list
+/// is empty.
 pub(crate) fn check(identity: &Identity, name: &str, scopes: &[Scope]) -> Result<(), ApiError> {
     if identity.scopes == Scopes::ALL
         || scopes.is_empty()

@@ -1,4 +1,4 @@
-//! The server: what all connections share.
+//! Server state that all connections share, and the shutdown of the server.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -31,16 +31,17 @@ use crate::outbox::Outbox;
 use crate::session::{Driver, Session, unknown_session};
 use crate::trace::Tracer;
 
-/// What becomes of a session when its connection ends.
+/// What happens to a session when its connection ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifetime {
-    /// It waits for the client to come back, for as long as it was granted.
+    /// The session waits for the client to reconnect, for the granted time.
     Resumable,
-    /// It ends at once, as over standard input and output, where nobody can come back.
+    /// The session ends with its connection, as over standard input and output, where a client
+    /// cannot reconnect.
     Connection,
 }
 
-/// How long the files of connections may take to be closed when the server shuts down.
+/// How long closing the files of connections may take when the server shuts down.
 const FILES_GRACE: Duration = Duration::from_secs(2);
 
 /// A server; cheap to clone.
@@ -49,7 +50,7 @@ pub struct Server {
     inner: Arc<Inner>,
 }
 
-/// A connection that is served, until dropped.
+/// A served connection; counted until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Counted(Server);
 
@@ -61,36 +62,36 @@ impl Drop for Counted {
 
 #[derive(Debug)]
 struct Inner {
-    /// What it was made with; [`Server::set_limits`] does not change it.
+    /// The configuration passed to [`Server::new`]; [`Server::set_limits`] does not change it.
     made_with: ExecServerConfig,
-    /// The settings in force.
+    /// The current configuration.
     config: RwLock<Arc<ExecServerConfig>>,
     executor: Executor,
     info: Info,
     hub: Hub,
     http: HttpClient,
     sessions: Mutex<HashMap<String, Arc<Session>>>,
-    /// Does the file work of all connections.
+    /// Thread pool for the file operations of all connections.
     files: FileThreads,
-    /// How many connections may have files open.
+    /// Number of connections that may have files open.
     with_files: watch::Sender<usize>,
     crowd: Arc<Crowd>,
-    /// Memory for answers of all connections.
+    /// Memory budget for the responses of all connections.
     answers: Arc<Budget>,
-    /// Memory for messages of all connections that have arrived in part.
+    /// Memory budget for the incomplete messages of all connections.
     unfinished: Arc<Budget>,
     metrics: Arc<Metrics>,
-    /// Connections that are served.
+    /// Number of served connections.
     connections: watch::Sender<usize>,
-    /// Cancelled when the server begins to shut down: nobody new is served.
+    /// Cancelled when the server begins to shut down: no new client is served.
     draining: CancellationToken,
-    /// Cancelled when connections are to end.
+    /// Cancelled when connections must end.
     closing: CancellationToken,
-    /// Cancelled when it has shut down.
+    /// Cancelled when the server has shut down.
     ended: CancellationToken,
 }
 
-/// A connection that may have files open.
+/// A connection that may have files open; counted until this is dropped.
 #[derive(Debug)]
 pub(crate) struct WithFiles(Server);
 
@@ -116,11 +117,11 @@ fn executor_limits(config: &ExecServerConfig) -> ExecutorLimits {
 }
 
 impl Server {
-    /// A server with these settings.
+    /// Creates a server with this configuration.
     ///
     /// # Errors
     ///
-    /// When the machine lacks something basic, like `/dev/null`.
+    /// When the machine lacks something that every server needs, like `/dev/null`.
     pub fn new(config: ExecServerConfig) -> io::Result<Self> {
         let executor = Executor::new(ExecutorConfig {
             limits: executor_limits(&config),
@@ -158,15 +159,16 @@ impl Server {
         })
     }
 
-    /// The settings in force.
+    /// The current configuration.
     pub fn config(&self) -> Arc<ExecServerConfig> {
         Arc::clone(&self.inner.config.read())
     }
 
-    /// Takes up the limits and times of other settings; whatever else they say is left alone.
+    /// Applies the limits and timeouts of another configuration; ignores its other settings.
     ///
-    /// What is there already stays, even if there is more of it than is allowed now. Connections keep
-    /// the number of requests and the keepalive they began with, processes what they may retain.
+    /// Existing connections, sessions and processes are kept, even if they exceed the new limits. A
+    /// connection keeps its number of concurrent requests and its keepalive settings; a process
+    /// keeps its retention.
     pub fn set_limits(&self, from: &ExecServerConfig) {
         let made_with = &self.inner.made_with;
         let config = ExecServerConfig {
@@ -192,7 +194,7 @@ impl Server {
         self.inner.made_with.tracer.as_ref()
     }
 
-    /// What runs the processes.
+    /// The executor that runs the processes.
     pub fn executor(&self) -> &Executor {
         &self.inner.executor
     }
@@ -201,28 +203,28 @@ impl Server {
         &self.inner.files
     }
 
-    /// Counts a connection as one that may have files open, until this is dropped.
+    /// Counts a connection as one that may have files open, until the result is dropped.
     pub(crate) fn with_files(&self) -> WithFiles {
         self.inner.with_files.send_modify(|count| *count += 1);
         WithFiles(self.clone())
     }
 
-    /// What watches files.
+    /// The hub for file watches.
     pub(crate) fn hub(&self) -> &Hub {
         &self.inner.hub
     }
 
-    /// What makes requests for clients.
+    /// The HTTP client for requests of clients.
     pub(crate) fn http(&self) -> &HttpClient {
         &self.inner.http
     }
 
-    /// What this machine is like. Waits for a moment if that is still being found out.
+    /// Facts about this machine. Waits a short time if they are still being determined.
     pub(crate) fn info(&self) -> &EnvironmentInfo {
         self.inner.info.get()
     }
 
-    /// The same as JSON.
+    /// The same facts as JSON.
     pub(crate) fn info_text(&self) -> &str {
         self.inner.info.text()
     }
@@ -232,7 +234,7 @@ impl Server {
         &self.inner.draining
     }
 
-    /// Cancelled when connections are to end.
+    /// Cancelled when connections must end.
     pub(crate) fn closing(&self) -> &CancellationToken {
         &self.inner.closing
     }
@@ -250,22 +252,22 @@ impl Server {
         self.inner.made_with.audit.as_ref()
     }
 
-    /// Sessions right now, waiting ones included.
+    /// Number of sessions, including those that wait for their client.
     pub fn session_count(&self) -> usize {
         self.inner.sessions.lock().len()
     }
 
-    /// Memory for answers of all connections.
+    /// Memory budget for the responses of all connections.
     pub(crate) fn answers(&self) -> &Arc<Budget> {
         &self.inner.answers
     }
 
-    /// Memory for messages of all connections that have arrived in part.
+    /// Memory budget for the incomplete messages of all connections.
     pub(crate) fn unfinished(&self) -> &Arc<Budget> {
         &self.inner.unfinished
     }
 
-    /// Bytes that large answers hold right now, and bytes of messages that have arrived in part.
+    /// Bytes held by large responses, and bytes of incomplete messages.
     pub fn held_bytes(&self) -> (usize, usize) {
         (self.inner.answers.used(), self.inner.unfinished.used())
     }
@@ -274,7 +276,7 @@ impl Server {
         &self.inner.crowd
     }
 
-    /// Serves one connection until it ends. `name` is for messages: who is there.
+    /// Serves one connection until it ends. `name` identifies the peer in log messages.
     pub fn serve(
         &self,
         link: Link,
@@ -284,7 +286,7 @@ impl Server {
         self.serve_as(link, name, lifetime, Identity::anyone())
     }
 
-    /// As [`Server::serve`], within the scopes of an identity and until it expires.
+    /// Like [`Server::serve`], limited to the scopes of an identity and until it expires.
     pub fn serve_as(
         &self,
         link: Link,
@@ -300,7 +302,7 @@ impl Server {
         self.serve_admitted(link, name, lifetime, admission)
     }
 
-    /// As [`Server::serve_as`], until the admission ends.
+    /// Like [`Server::serve_as`], until the admission is revoked.
     pub(crate) fn serve_admitted(
         &self,
         link: Link,
@@ -311,22 +313,22 @@ impl Server {
         connection::serve(self.clone(), link, name, lifetime, admission)
     }
 
-    /// Counts a connection as served, until dropped.
+    /// Counts a connection as served, until the result is dropped.
     pub(crate) fn count_connection(&self) -> Counted {
         self.inner.connections.send_modify(|count| *count += 1);
         self.inner.metrics.connections.add(1);
         Counted(self.clone())
     }
 
-    /// Connections that are served.
+    /// Number of served connections.
     pub fn connections(&self) -> usize {
         *self.inner.connections.borrow()
     }
 
-    /// Opens no more sessions and starts no more processes; waits until those that run have ended,
-    /// at most for the configured time; then shuts down.
+    /// Stops opening sessions and starting processes, waits until all processes have ended or the
+    /// configured time has passed, then shuts down.
     ///
-    /// Cancel safe: [`Server::shut_down`] may be called instead at any moment.
+    /// Cancel safe: [`Server::shut_down`] may be called instead at any time.
     pub async fn drain(&self) {
         self.inner.draining.cancel();
         let limit = self.config().drain_timeout;
@@ -344,14 +346,14 @@ impl Server {
         self.shut_down().await;
     }
 
-    /// Opens no more sessions, ends all that there are and their processes.
+    /// Stops opening sessions, and ends all sessions and their processes.
     ///
-    /// Processes get SIGTERM and, after the configured grace, SIGKILL. Clients hear what they said
-    /// last, and then that the server goes away.
+    /// Processes get SIGTERM and, after the configured grace period, SIGKILL. Clients get the last
+    /// output of their processes, then the connection is closed with "going away".
     pub async fn shut_down(&self) {
-        /// How long the last words of processes may take on their way to the clients' queues.
+        /// How long the last output of processes may take to reach the queues of the clients.
         const LAST_WORDS: Duration = Duration::from_secs(1);
-        /// How long connections may take to end by themselves.
+        /// How long connections may take to end without being aborted.
         const FAREWELL: Duration = Duration::from_secs(3);
         let Inner {
             draining,
@@ -374,7 +376,7 @@ impl Server {
                 process.wait_for(|log| log.close().map(|_| ())).await;
             }
         };
-        // One that nobody listens to does not keep the others.
+        // A process whose output is not read must not delay the others.
         let _ = tokio::time::timeout(LAST_WORDS, told).await;
         closing.cancel();
         let mut served = connections.subscribe();
@@ -386,7 +388,7 @@ impl Server {
             .flatten()
             .collect();
         process::end_all(&late, Duration::ZERO).await;
-        // What was written aside and not put in place must not be left on the disk.
+        // Temporary files that were not renamed to their final name must be removed from the disk.
         let mut with_files = self.inner.with_files.subscribe();
         let _ = tokio::time::timeout(FILES_GRACE, with_files.wait_for(|count| *count == 0)).await;
         let executor = self.inner.executor.clone();
@@ -418,7 +420,7 @@ impl Server {
         Ok((session, grace))
     }
 
-    /// Takes up a session again.
+    /// Resumes a session.
     pub(crate) fn resume(
         &self,
         id: &str,
@@ -432,10 +434,10 @@ impl Server {
         Ok((session, granted))
     }
 
-    /// Whether a process may be started right now in `session`.
+    /// Checks whether a process may be started now in `session`.
     ///
-    /// Where retained output has reached its limit, records of closed processes that their clients
-    /// have received give way: those of this session, then those of others.
+    /// If retained output has reached its limit, removes records of closed processes that their
+    /// clients have received: first those of this session, then those of others.
     pub(crate) fn accepts_processes(&self, session: &Session) -> Result<(), ApiError> {
         if self.inner.draining.is_cancelled() {
             return Err(ApiError::invalid_request("the server is shutting down"));
@@ -470,15 +472,16 @@ impl Server {
         sessions
     }
 
-    /// The connection behind `outbox` is gone: the session waits, or ends.
+    /// Detaches a session from its connection, which has ended: the session waits for its client,
+    /// or ends.
     pub(crate) fn detach(&self, session: &Arc<Session>, outbox: &Arc<Outbox>, lifetime: Lifetime) {
         let Some((grace, absence)) = session.detach(outbox) else {
             return;
         };
         tracing::info!(session = session.id, ?grace, "session detached");
         let (server, session) = (self.clone(), Arc::clone(session));
-        // Ends after the grace, or earlier with the absence: a task for each cut of a connection
-        // would otherwise keep the session for the whole grace.
+        // The task ends after the grace period or when the client is back, whichever is first.
+        // Otherwise each disconnect would leave a task that keeps the session for the whole period.
         tokio::spawn(async move {
             if lifetime == Lifetime::Resumable {
                 let _ = tokio::time::timeout(grace, session.attended()).await;
@@ -489,7 +492,7 @@ impl Server {
         });
     }
 
-    /// Ends a session and its processes, at once.
+    /// Ends a session and its processes immediately.
     pub(crate) async fn end_session(&self, session: &Session) {
         self.inner.sessions.lock().remove(&session.id);
         if let Some(processes) = session.end() {

@@ -1,4 +1,4 @@
-//! Sessions: processes that belong together, and the connection that drives them.
+//! Sessions: groups of processes, each driven by one connection at a time.
 //!
 //! ```text
 //!            attach                 connection ends
@@ -31,31 +31,33 @@ use crate::connection::Responder;
 use crate::follow::{Dialect, Follower};
 use crate::outbox::Outbox;
 
-/// Accepted write ids that are remembered, so that a repeated write is not written twice.
+/// Ids of accepted writes that are remembered, so that a repeated write is not written twice.
 const REMEMBERED_WRITES: usize = 4096;
 
 /// A session.
 #[derive(Debug)]
 pub(crate) struct Session {
     pub(crate) id: String,
-    /// Who opened it; nobody else can take it up again.
+    /// The identity that opened the session; only the same identity can resume it.
     owner: Identity,
     state: Mutex<State>,
     table: Mutex<Table>,
-    /// Since when a connection has driven the session, or since when it has ended; `None` while it
-    /// waits for its client.
+    /// When the session was last attached to a connection, or when it ended; `None` while it waits
+    /// for its client.
     attended: watch::Sender<Option<Instant>>,
-    /// What its shells begin with.
+    /// Shell snapshots that its processes may start from.
     pub(crate) snapshots: Snapshots,
 }
 
 #[derive(Debug)]
 struct State {
     driver: Option<Driver>,
-    /// With it, whoever drove the session last takes it over from its own connection, which may be
-    /// dead without our knowing.
+    /// Proves that a client drove the session last. With it, the client can resume the session
+    /// while its old connection is still attached: that connection may be dead without the server
+    /// having noticed.
     resume_key: String,
-    /// Counts attachments, so that a timer knows whether it is still about the same absence.
+    /// Counts attachments, so that a timer can tell whether its detachment is still the current
+    /// one.
     attachments: u64,
     grace: Duration,
     ended: bool,
@@ -65,16 +67,16 @@ struct State {
 #[derive(Debug, Clone)]
 pub(crate) struct Driver {
     pub(crate) outbox: Arc<Outbox>,
-    /// Ends the connection.
+    /// Cancelled to end the connection.
     pub(crate) closed: CancellationToken,
     pub(crate) heard: Arc<Heard>,
-    /// What it is asked.
+    /// Pending server requests of the connection.
     pub(crate) asks: Arc<Asks>,
-    /// On whose behalf.
+    /// The authenticated client.
     pub(crate) identity: Identity,
 }
 
-/// When a connection was last heard of.
+/// When a connection last received a message.
 #[derive(Debug)]
 pub(crate) struct Heard {
     start: Instant,
@@ -103,12 +105,12 @@ impl Heard {
 #[derive(Debug, Default)]
 struct Table {
     slots: HashMap<String, Slot>,
-    /// Processes ever started, which orders them.
+    /// Number of processes ever started; numbers them in the order of their starts.
     started: u64,
     /// Records of processes whose log has ended, in the order of their ends. They stay readable for
     /// the configured time, unless new processes need their slots or their bytes.
     closed: VecDeque<Closed>,
-    /// A task removes expired records from `closed`.
+    /// Whether a task is removing expired records from `closed`.
     sweeping: bool,
 }
 
@@ -129,20 +131,20 @@ enum Slot {
 /// A process that is being started.
 #[derive(Default)]
 struct Starting {
-    /// What arrived meanwhile for its id, in order.
+    /// Jobs for this process that have arrived during the start, in order.
     jobs: VecDeque<Job>,
-    /// What the request to start it is called.
+    /// The client's id of the start request, to recognize a repeated one.
     start_id: Option<String>,
-    /// Why there will be none.
+    /// Why the start failed.
     failure: Option<ApiError>,
 }
 
-/// What a request to start a process met.
+/// Result of reserving a process id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reserved {
-    /// The id was free and is reserved.
+    /// The id was free and is now reserved.
     New,
-    /// The same request came before.
+    /// The same start request has reserved the id before.
     Repeat,
 }
 
@@ -155,7 +157,7 @@ impl std::fmt::Debug for Slot {
     }
 }
 
-/// Something to do with a process, if there is one.
+/// A job for a process; gets `None` if the process does not exist.
 type Job = Box<dyn FnOnce(Option<&Arc<Managed>>) + Send>;
 
 /// A process of a session.
@@ -166,20 +168,20 @@ pub(crate) struct Managed {
     pub(crate) argv: Vec<String>,
     pub(crate) cwd: PathUri,
     pub(crate) dialect: Dialect,
-    /// What the request to start it was called.
+    /// The client's id of the start request, to recognize a repeated one.
     start_id: Option<String>,
-    /// Its place in the order of starts.
+    /// Its number in the order of starts.
     pub(crate) number: u64,
     input: Mutex<Input>,
-    /// A client has read the output to its end.
+    /// Whether a client has read the output to its end.
     read_to_end: AtomicBool,
     follower: Mutex<Option<Arc<Follower>>>,
 }
 
-/// Writes to one process, in the order they came.
+/// Writes to the stdin of one process, in order of arrival.
 #[derive(Debug, Default)]
 struct Input {
-    /// Writes that wait for the child to read; a task works on the first.
+    /// Writes that wait for the child to read; a task processes the first one.
     waiting: VecDeque<Write>,
     /// Hashes of accepted write ids, oldest first.
     recent: VecDeque<u64>,
@@ -187,7 +189,7 @@ struct Input {
     hasher: RandomState,
 }
 
-/// A write, or the end of input, and who waits for its outcome.
+/// A write or the end of stdin, with the responder of its request.
 #[derive(Debug)]
 pub(crate) enum Write {
     Data {
@@ -201,7 +203,7 @@ pub(crate) enum Write {
     },
 }
 
-/// How the outcome of a write is told.
+/// Function that sends the outcome of a write as a response.
 pub(crate) type StatusOf = fn(Responder, WriteStatus);
 
 impl Session {
@@ -225,18 +227,18 @@ impl Session {
         }
     }
 
-    /// The connection that drives it, if one does.
+    /// The connection that drives the session, if there is one.
     pub(crate) fn driver(&self) -> Option<Driver> {
         self.state.lock().driver.clone()
     }
 
-    /// What lets the driver take the session over from its own connection.
+    /// The key that lets the client resume the session while its old connection is attached.
     pub(crate) fn resume_key(&self) -> String {
         self.state.lock().resume_key.clone()
     }
 
-    /// Makes `driver` drive the session, if nobody does, whoever does has gone silent, or `key` shows
-    /// that it is the same client.
+    /// Attaches `driver` to the session if the session has no connection, if its connection has
+    /// been silent for `silence`, or if `key` proves that the client is the same.
     pub(crate) fn attach(
         &self,
         driver: Driver,
@@ -246,7 +248,8 @@ impl Session {
     ) -> Result<Duration, ApiError> {
         let mut state = self.state.lock();
         let identity = &driver.identity;
-        // With less than its owner had, a session could only be disturbed.
+        // A client with fewer scopes than the owner could use the session only in part, so it is
+        // refused.
         let owned = identity.is_same(&self.owner) && identity.scopes.include(self.owner.scopes);
         if state.ended || !owned {
             return Err(unknown_session(&self.id));
@@ -259,7 +262,7 @@ impl Session {
             current.closed.cancel();
         }
         if !same {
-            // Whoever had it is not the one who drives it now.
+            // A different client attaches, so the key of the previous one becomes invalid.
             state.resume_key = new_key();
         }
         self.attended.send_replace(Some(Instant::now()));
@@ -269,11 +272,11 @@ impl Session {
         Ok(state.grace)
     }
 
-    /// The connection behind `outbox` is gone; how long to wait for another, and which absence
-    /// this is.
+    /// Detaches the session from the connection behind `outbox`; returns how long to wait for the
+    /// client, and the number of this detachment. `None` if another connection has taken over.
     pub(crate) fn detach(&self, outbox: &Arc<Outbox>) -> Option<(Duration, u64)> {
         let mut state = self.state.lock();
-        // A connection that was taken over has nothing to say any more.
+        // After a takeover, the session belongs to the new connection.
         state
             .driver
             .take_if(|driver| Arc::ptr_eq(&driver.outbox, outbox))?;
@@ -286,19 +289,20 @@ impl Session {
         Some(absence)
     }
 
-    /// Waits until a connection drives the session again, or the session has ended.
+    /// Waits until the session is attached again or has ended.
     pub(crate) async fn attended(&self) {
         // Cannot fail: `self` owns the sender.
         let _ = self.attended.subscribe().wait_for(Option::is_some).await;
     }
 
-    /// Whether nobody has come back since that absence began.
+    /// Whether no connection has attached since that detachment.
     pub(crate) fn is_still_absent(&self, absence: u64) -> bool {
         let state = self.state.lock();
         state.driver.is_none() && state.attachments == absence
     }
 
-    /// Marks the session as gone; its processes, to be killed. `None` if it is gone already.
+    /// Marks the session as ended; returns its processes, which the caller must kill. `None` if it
+    /// has ended before.
     pub(crate) fn end(&self) -> Option<Vec<Process>> {
         let mut state = self.state.lock();
         if std::mem::replace(&mut state.ended, true) {
@@ -318,7 +322,7 @@ impl Session {
             match slot {
                 Slot::Started(managed) => {
                     managed.unfollow();
-                    // Also output that waits to be read no longer holds the process back.
+                    // Releases the process if it is blocked because its output was not read.
                     managed.process.release();
                     processes.push(managed.process.clone());
                 }
@@ -328,7 +332,7 @@ impl Session {
         Some(processes)
     }
 
-    /// Sends news of every process to the driver, from now on.
+    /// Sends notifications of all processes to the driver, from now on.
     pub(crate) fn follow_all(&self) {
         let outbox = self
             .state
@@ -343,10 +347,11 @@ impl Session {
         }
     }
 
-    /// Reserves an id for a process that is about to be started, unless the same request did before.
+    /// Reserves an id for a process that is about to be started, unless the same request has done
+    /// so.
     ///
-    /// `limit` bounds live processes and records of closed ones that the client has not received
-    /// completely. Records that it has received give way, the oldest first.
+    /// `limit` bounds live processes together with records of closed ones that the client has not
+    /// received completely. Records that it has received are removed as needed, the oldest first.
     pub(crate) fn reserve(
         &self,
         id: &str,
@@ -380,7 +385,7 @@ impl Session {
         };
         table.slots.insert(id.to_owned(), Slot::Starting(starting));
         drop(table);
-        // Its log is freed without the lock on the table.
+        // The log of the removed process is freed after the table was unlocked.
         drop(removed);
         Ok(Reserved::New)
     }
@@ -392,14 +397,14 @@ impl Session {
         removed.is_some()
     }
 
-    /// Notes why a process will not be, for those who asked for the same start.
+    /// Records why the start failed, for repeated requests of the same start.
     pub(crate) fn note_failure(&self, id: &str, failure: ApiError) {
         if let Some(Slot::Starting(starting)) = self.table.lock().slots.get_mut(id) {
             starting.failure = Some(failure);
         }
     }
 
-    /// Why a process is not, from a job that waited for it.
+    /// The error for a job whose process could not be started.
     pub(crate) fn failure(&self, id: &str) -> ApiError {
         match self.table.lock().slots.get(id) {
             Some(Slot::Starting(starting)) => starting.failure.clone(),
@@ -408,10 +413,10 @@ impl Session {
         .unwrap_or_else(|| ApiError::unknown_process(id))
     }
 
-    /// Puts a started process in its place and does what has been waiting for it.
+    /// Stores a started process in its slot and runs the jobs that have waited for it.
     ///
-    /// `answer` tells the client first. Without a process the id is free again. A process of a
-    /// session that ended meanwhile is returned, to be killed.
+    /// `answer` sends the response first. Without a process the id becomes free again. If the
+    /// session has ended in the meantime, returns the process, which the caller must kill.
     pub(crate) fn fill(
         &self,
         id: &str,
@@ -427,7 +432,8 @@ impl Session {
         let mut followed = None;
         if let Some(managed) = &managed {
             if managed.dialect == Dialect::ProcessPull {
-                // Until it is read, also while the session waits for its client.
+                // Blocks the process when its output buffer is full, until a client reads, even
+                // while the session is detached.
                 managed.process.hold(0);
             }
             followed = self.follow_driver(managed, None);
@@ -435,10 +441,11 @@ impl Session {
         loop {
             let mut table = self.table.lock();
             let Some(Slot::Starting(Starting { jobs, .. })) = table.slots.get_mut(id) else {
-                // The session ended; whoever ended it knows nothing of this process.
+                // The session has ended without this process, which was not in the table yet.
                 return managed.map(|managed| managed.process.clone());
             };
-            // Only when nothing waits does the id become free to all: nothing overtakes.
+            // The slot is filled only when no jobs wait, so that new jobs do not overtake earlier
+            // ones.
             let Some(job) = jobs.pop_front() else {
                 let Some(managed) = managed else {
                     table.slots.remove(id);
@@ -448,7 +455,8 @@ impl Session {
                     .slots
                     .insert(id.to_owned(), Slot::Started(Arc::clone(&managed)));
                 drop(table);
-                // A connection that came or went meanwhile did not know of this process.
+                // The connection may have changed in the meantime, before it could follow this
+                // process.
                 self.follow_driver(&managed, followed.as_ref());
                 return None;
             };
@@ -457,7 +465,8 @@ impl Session {
         }
     }
 
-    /// Sends news of a new process to the driver, unless that is `already` done; returns to whom.
+    /// Sends notifications of a new process to the driver, unless it is `already` following;
+    /// returns the outbox of the driver.
     fn follow_driver(
         &self,
         managed: &Managed,
@@ -476,7 +485,7 @@ impl Session {
         current
     }
 
-    /// Does something with a process, now or, if it is being started, when it is.
+    /// Runs a job on a process: now, or after the start if the process is being started.
     pub(crate) fn with_process(
         &self,
         id: &str,
@@ -493,8 +502,8 @@ impl Session {
         job(managed.as_ref());
     }
 
-    /// Keeps the record of a process whose log has ended for `retention`, counted from now or from
-    /// the moment the client came back, if it was away.
+    /// Keeps the record of a process whose log has ended for `retention`, counted from now or, if
+    /// the session is detached, from the next attachment.
     pub(crate) fn retire(self: &Arc<Self>, process: Arc<Managed>, retention: Duration) {
         let mut table = self.table.lock();
         if !table.holds(&process) {
@@ -512,7 +521,7 @@ impl Session {
 
     /// Removes expired records of closed processes; ends when none is left.
     async fn sweep(self: Arc<Self>) {
-        /// Shortest time between two looks: many records expire together.
+        /// Minimum time between two checks, because many records expire together.
         const PAUSE: Duration = Duration::from_millis(50);
         let mut attended = self.attended.subscribe();
         loop {
@@ -539,7 +548,7 @@ impl Session {
         }
     }
 
-    /// A started process by its id.
+    /// Returns a started process by its id.
     pub(crate) fn process(&self, id: &str) -> Option<Arc<Managed>> {
         match self.table.lock().slots.get(id) {
             Some(Slot::Started(managed)) => Some(Arc::clone(managed)),
@@ -547,7 +556,7 @@ impl Session {
         }
     }
 
-    /// The started processes, in the order of their starts.
+    /// Returns the started processes, in the order of their starts.
     pub(crate) fn processes(&self) -> Vec<Arc<Managed>> {
         let table = self.table.lock();
         let mut processes: Vec<Arc<Managed>> = table
@@ -565,7 +574,7 @@ impl Session {
 }
 
 impl Table {
-    /// Whether the slot of this process is still its own.
+    /// Whether the slot of this process still contains it.
     fn holds(&self, process: &Arc<Managed>) -> bool {
         matches!(self.slots.get(&process.id),
             Some(Slot::Started(managed)) if Arc::ptr_eq(managed, process))
@@ -586,7 +595,7 @@ impl Table {
         self.remove_closed(index)
     }
 
-    /// Removes the records that have expired for a client that came at `since`.
+    /// Removes the records that have expired, given that the client attached at `since`.
     fn remove_expired(&mut self, since: Instant, now: Instant) -> Vec<Arc<Managed>> {
         let mut removed = Vec::new();
         while self
@@ -601,7 +610,7 @@ impl Table {
 }
 
 impl Closed {
-    /// When the record expires for a client that came at `since`.
+    /// When the record expires, given that the client attached at `since`.
     fn due(&self, since: Instant) -> Instant {
         self.at.max(since) + self.retention
     }
@@ -611,7 +620,7 @@ fn new_key() -> String {
     uuid::Uuid::new_v4().simple().to_string()
 }
 
-/// The id and the resume key of a session, with one call for their randomness.
+/// Creates the id and the resume key of a session, with one call to the random generator.
 fn new_names() -> (String, String) {
     let mut random = [[0; 16]; 2];
     getrandom::fill(random.as_flattened_mut()).expect("the system has randomness");
@@ -619,7 +628,7 @@ fn new_names() -> (String, String) {
     (id.to_string(), key.simple().to_string())
 }
 
-/// Compares without telling by its time how much of it was right.
+/// Compares two keys in constant time.
 fn same_key(one: &str, other: &str) -> bool {
     one.as_bytes().ct_eq(other.as_bytes()).into()
 }
@@ -628,7 +637,7 @@ pub(crate) fn unknown_session(id: &str) -> ApiError {
     ApiError::invalid_request(format!("unknown session id {id}"))
 }
 
-/// What a process is made of besides its id and number.
+/// The parts of a process record other than id and number.
 pub(crate) struct ManagedParts {
     pub(crate) process: Process,
     pub(crate) argv: Vec<String>,
@@ -662,10 +671,11 @@ impl Managed {
         *self.follower.lock() = Some(follower);
     }
 
-    /// Stops sending notifications: the connection has ended.
+    /// Stops sending notifications, because the connection has ended.
     ///
-    /// Output that is pushed then runs on into the log, where the oldest is evicted. Output that is
-    /// read waits for its reader, who may come back, and goes on slowing the process.
+    /// If output is pushed, the process continues and the oldest output is evicted from the log. If
+    /// output is read by request, it waits for the client to reconnect, and the process is still
+    /// slowed down.
     fn unfollow(&self) {
         let follower = self.follower.lock().take();
         if follower.is_some() && self.dialect != Dialect::ProcessPull {
@@ -673,19 +683,20 @@ impl Managed {
         }
     }
 
-    /// A reader has everything up to `seq`, which lets a process whose output is read go on.
+    /// Records that the client has received everything up to `seq`, which unblocks a process whose
+    /// output is read by request.
     pub(crate) fn acknowledge(&self, seq: u64) {
         if self.dialect == Dialect::ProcessPull {
             self.process.advance(seq);
         }
     }
 
-    /// Notes that an answer to the client has carried the output to its end.
+    /// Records that a response to the client has contained the output to its end.
     pub(crate) fn note_read_to_end(&self) {
         self.read_to_end.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the client has been sent everything that the log holds.
+    /// Whether the client has been sent the whole log.
     fn is_delivered(&self) -> bool {
         let follower = self.follower.lock();
         let notified = follower
@@ -695,7 +706,7 @@ impl Managed {
         pushed || self.read_to_end.load(Ordering::Relaxed)
     }
 
-    /// Writes once per `write_id`, after all earlier writes; answers when it is accepted.
+    /// Writes once per `write_id`, after all earlier writes; responds when the write is accepted.
     pub(crate) fn write(
         self: &Arc<Self>,
         data: Bytes,
@@ -740,7 +751,7 @@ impl Managed {
         }
     }
 
-    /// Ends the input after all earlier writes.
+    /// Closes stdin after all earlier writes.
     pub(crate) fn close_stdin(self: &Arc<Self>, mut responder: Responder) {
         let mut input = self.input.lock();
         responder.wait_for_input(0);
@@ -752,13 +763,14 @@ impl Managed {
         }
     }
 
-    /// Works on waiting writes, one after the other. Ends when none is left, which at the latest
-    /// is when the process ends and its input with it.
+    /// Processes waiting writes one after the other. Ends when none is left, at the latest when the
+    /// process ends and its stdin is closed.
     fn work(self: &Arc<Self>) {
         let this = Arc::clone(self);
         tokio::spawn(async move {
             loop {
-                // The first stays in the queue while it is worked on: others line up behind it.
+                // The first write stays in the queue while it is processed, so that later ones
+                // queue behind it.
                 let data = match this.input.lock().waiting.front_mut() {
                     Some(Write::Data { data, .. }) => Some(std::mem::take(data)),
                     Some(Write::End { .. }) => None,
@@ -795,7 +807,7 @@ impl Managed {
 }
 
 impl Input {
-    /// From now on a write of this id is a repeat, even while the first still waits.
+    /// Marks the id as seen, so that a second write is a repeat even while the first one waits.
     fn remember(&mut self, id: u64) {
         if self.recent.len() == REMEMBERED_WRITES
             && let Some(oldest) = self.recent.pop_front()
@@ -806,7 +818,7 @@ impl Input {
         self.accepted.insert(id);
     }
 
-    /// Only accepted writes are remembered.
+    /// Removes the id of a write that was not accepted.
     fn settle(&mut self, id: Option<u64>, written: Written) {
         if written == Written::Closed
             && let Some(id) = id

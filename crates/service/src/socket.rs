@@ -1,8 +1,9 @@
-//! An accepted connection, as two halves. Knows neither who is there nor what is said.
+//! Accepted socket, split into a read half and a write half. Authorization and messages belong to
+//! others.
 //!
-//! The runtime watches it from the moment that one of them has to wait. Whoever connects from this machine
-//! has usually said what it wants before we look, and goes on before we have prepared to wait for that:
-//! a short visit is over before it was worth to be told of news.
+//! The socket is registered with epoll only when an operation first returns `WouldBlock`. A client
+//! on this machine has usually sent its request before the server reads, and continues before the
+//! server could have registered the socket, so most short connections end without being registered.
 
 use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
@@ -18,13 +19,13 @@ use tokio::io::unix::{AsyncFd, AsyncFdReadyGuard};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::task::coop;
 
-/// What the halves share.
+/// State that both halves share.
 #[derive(Debug)]
 struct Shared {
-    /// Goes before the descriptor does.
+    /// Registration with epoll; declared first, so that it is dropped before the descriptor.
     watched: OnceLock<AsyncFd<Arc<OwnedFd>>>,
     fd: Arc<OwnedFd>,
-    /// Held by whoever has it watched: it cannot be twice.
+    /// Locked during the registration, because a descriptor cannot be registered twice.
     watching: Mutex<()>,
 }
 
@@ -40,8 +41,8 @@ impl Shared {
         }
     }
 
-    /// Tries until something has moved, and waits as `wait` says in between. What moves less than
-    /// `most` bytes would have to wait for more: that need not be found out by trying.
+    /// Repeats `io` until it has moved data, and waits with `wait` in between. If it moves less
+    /// than `most` bytes, the next call would block, so readiness is cleared without that call.
     fn poll_io(
         &self,
         cx: &mut Context<'_>,
@@ -83,7 +84,7 @@ type Wait = for<'a> fn(
     &mut Context<'_>,
 ) -> Poll<io::Result<AsyncFdReadyGuard<'a, Arc<OwnedFd>>>>;
 
-/// The two halves of a connection, which must not block.
+/// Splits a connection, which must be non-blocking, into its two halves.
 pub(crate) fn split(connection: OwnedFd) -> (Reader, Writer) {
     let shared = Arc::new(Shared {
         watched: OnceLock::new(),
@@ -93,7 +94,7 @@ pub(crate) fn split(connection: OwnedFd) -> (Reader, Writer) {
     (Reader(Arc::clone(&shared)), Writer(shared))
 }
 
-/// The half to read from.
+/// The read half.
 #[derive(Debug)]
 pub(crate) struct Reader(Arc<Shared>);
 
@@ -111,7 +112,7 @@ impl AsyncRead for Reader {
     }
 }
 
-/// The half to write to. Dropping both ends the connection.
+/// The write half. Dropping both halves closes the connection.
 #[derive(Debug)]
 pub(crate) struct Writer(Arc<Shared>);
 
@@ -143,7 +144,7 @@ impl AsyncWrite for Writer {
         true
     }
 
-    /// Nothing is kept here.
+    /// Does nothing, because writes are not buffered.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }
@@ -174,7 +175,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_connection_is_watched_from_when_it_has_to_be_waited_for() {
+    async fn socket_is_registered_at_first_would_block() {
         let ((mut reader, mut writer), mut there) = pair();
         let mut buffer = [0; 16];
         there.write_all(b"question").await.unwrap();
@@ -183,7 +184,7 @@ mod tests {
         assert_eq!(there.read(&mut buffer).await.unwrap(), 6);
         assert!(reader.0.watched.get().is_none(), "nobody had to wait");
         let (read, ()) = tokio::join!(reader.read(&mut buffer), async {
-            // The reader looks first, and finds nothing.
+            // The reader runs first and finds no data.
             tokio::task::yield_now().await;
             there.write_all(b"more").await.unwrap();
         });
@@ -196,7 +197,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn both_directions_wait_for_each_other_and_lose_nothing() {
+    async fn concurrent_transfers_in_both_directions_lose_no_data() {
         const BYTES: usize = 3_000_000;
         let pattern = |at: usize| (at % 251) as u8;
         let sent: Vec<u8> = (0..BYTES).map(pattern).collect();
@@ -230,7 +231,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_sends_without_end_leaves_others_their_turn() {
+    async fn reader_with_continuous_data_yields_to_other_tasks() {
         let ((mut reader, _writer), mut there) = pair();
         there.write_all(&[7; 4000]).await.unwrap();
         let ran = Arc::new(AtomicBool::new(false));

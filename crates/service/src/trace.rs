@@ -1,8 +1,8 @@
-//! Traces of requests, sent to a collector of OpenTelemetry (OTLP over HTTP, as JSON).
+//! Export of request traces to an OpenTelemetry collector (OTLP over HTTP, as JSON).
 //!
-//! Owns which requests are traced, the bounded queue of their spans and the task that sends them.
-//! Only requests whose client traces them, and says so in `trace`, have a span: what is worth a
-//! trace is the client's to decide, and nobody else's requests cost anything.
+//! Owns the choice of traced requests, the bounded queue of spans and the task that sends them. A
+//! request has a span only if its client traces it and sets `trace`: the client decides which
+//! requests are worth a trace, and all others have no cost.
 
 use std::io;
 use std::sync::Arc;
@@ -16,23 +16,23 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 
-/// Spans that wait to be sent, about 200 bytes each.
+/// Spans in the queue, about 200 bytes each.
 const QUEUE: usize = 8192;
 /// Spans in one message.
 const BATCH: usize = 512;
 /// How long spans are collected before they are sent.
 const PERIOD: Duration = Duration::from_secs(1);
-/// For one message to the collector.
+/// Timeout of one message to the collector.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Sends spans to a collector; cheap to clone.
+/// Exporter of spans to a collector; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Tracer {
     spans: mpsc::Sender<Span>,
     lost: Arc<AtomicU64>,
 }
 
-/// Where a request belongs in a trace.
+/// Trace context of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Context {
     trace_id: u128,
@@ -48,7 +48,7 @@ struct Span {
     failed: bool,
 }
 
-/// Not a place where traces can be sent.
+/// The error for an invalid collector endpoint.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "cannot send traces to `{0}`; expected http://HOST:PORT, as of a collector on this machine"
@@ -56,12 +56,12 @@ struct Span {
 pub struct EndpointError(String);
 
 impl Tracer {
-    /// Sends to the collector at `http://HOST:PORT[/PATH]` under this service name. Needs a tokio
-    /// runtime; the task that sends ends with the last clone.
+    /// Starts an exporter to the collector at `http://HOST:PORT[/PATH]` under this service name.
+    /// Requires a tokio runtime; the task that sends spans ends when the last clone is dropped.
     ///
     /// # Errors
     ///
-    /// When the endpoint is something else.
+    /// When the endpoint is not such a URL.
     pub fn start(endpoint: &str, service: &str) -> Result<Self, EndpointError> {
         let invalid = || EndpointError(endpoint.to_owned());
         let rest = endpoint.strip_prefix("http://").ok_or_else(invalid)?;
@@ -88,7 +88,7 @@ impl Tracer {
         Ok(Self { spans, lost })
     }
 
-    /// A request was answered.
+    /// Queues the span of a request that was answered.
     pub(crate) fn record(
         &self,
         context: Context,
@@ -111,11 +111,12 @@ impl Tracer {
 }
 
 impl Context {
-    /// The context of a request that its client records; anything odd is no context.
+    /// Parses the context of a request; `None` if its client does not record it or the header is
+    /// invalid.
     pub(crate) fn of(trace: Option<&Trace>) -> Option<Self> {
         let header = trace?.traceparent.as_deref()?;
         let parts: Vec<&str> = header.split('-').collect();
-        // Later versions may have more parts, but begin like this.
+        // Later versions of the header may have more parts, but begin with these four.
         let [version, trace_id, parent, flags, ref more @ ..] = parts[..] else {
             return None;
         };
@@ -138,7 +139,7 @@ impl Context {
     }
 }
 
-/// The task that sends.
+/// The task that sends spans.
 struct Sender {
     address: String,
     path: String,
@@ -211,7 +212,7 @@ impl Sender {
                     "spanId": format!("{:016x}", id | 1),
                     "parentSpanId": format!("{:016x}", span.context.parent),
                     "name": span.name,
-                    // A server's.
+                    // Kind 2 is `SPAN_KIND_SERVER`.
                     "kind": 2,
                     "startTimeUnixNano": start.as_nanos().to_string(),
                     "endTimeUnixNano": end.as_nanos().to_string(),
@@ -243,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn contexts_are_those_of_the_standard() {
+    fn context_is_parsed_as_w3c_trace_context() {
         let id = "0af7651916cd43dd8448eb211c80319c";
         let good = format!("00-{id}-b7ad6b7169203331-01");
         let found = context(&good).unwrap();
@@ -268,7 +269,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn endpoints_are_checked() {
+    async fn start_rejects_invalid_endpoints() {
         for good in [
             "http://127.0.0.1:4318",
             "http://c:1/",

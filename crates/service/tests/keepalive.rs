@@ -1,4 +1,4 @@
-//! Signs of life: who gives none is let go, who gives any is not.
+//! Keepalive tests: peers that give no sign of life are disconnected, all others stay connected.
 
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
@@ -12,10 +12,10 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-/// Long enough for a busy machine to answer in, short enough to wait for.
+/// Keepalive timeout of the test server: long enough for a busy machine, short enough to wait for.
 const DEADLINE: Duration = Duration::from_secs(2);
 
-/// A server with a short deadline; its URL.
+/// Starts a server with a short keepalive timeout; returns its URL.
 async fn serve() -> String {
     let config = ExecServerConfig {
         keepalive: KeepaliveConfig {
@@ -38,7 +38,7 @@ async fn dial(url: &str) -> Link {
 }
 
 #[tokio::test]
-async fn a_silent_peer_is_let_go_and_its_session_can_be_resumed() {
+async fn silent_peer_is_disconnected_and_its_session_can_be_resumed() {
     let url = serve().await;
     let mut silent = Client::new(dial(&url).await);
     silent.initialize(json!({"clientName": "silent"})).await;
@@ -48,7 +48,8 @@ async fn a_silent_peer_is_let_go_and_its_session_can_be_resumed() {
     let params = json!({"clientName": "test", "resumeSessionId": session});
     let attached = client.refused("initialize", params.clone()).await;
     assert_eq!(attached.code, -32010, "{attached}");
-    // It never reads, so it never answers a ping; nor does it hang up.
+    // The silent peer never reads, so it never answers a ping; it does not close the connection
+    // either.
     while let Err(failure) = client.call("initialize", params.clone()).await {
         assert_eq!(failure.code, -32010, "{failure}");
         tokio::task::yield_now().await;
@@ -58,7 +59,7 @@ async fn a_silent_peer_is_let_go_and_its_session_can_be_resumed() {
 }
 
 #[tokio::test]
-async fn a_peer_that_answers_pings_may_say_nothing_else() {
+async fn peer_that_only_answers_pings_stays_connected() {
     let url = serve().await;
     let mut link = dial(&url).await;
     let (start, mut pings) = (Instant::now(), 0);
@@ -76,7 +77,7 @@ async fn a_peer_that_answers_pings_may_say_nothing_else() {
     assert!(pings > 5, "{pings}");
 }
 
-/// A websocket by hand, after its handshake.
+/// Opens a TCP connection and completes the websocket handshake.
 async fn raw(url: &str) -> TcpStream {
     let mut stream = TcpStream::connect(url.strip_prefix("ws://").unwrap())
         .await
@@ -91,7 +92,7 @@ async fn raw(url: &str) -> TcpStream {
     stream
 }
 
-/// A text frame with a mask of zeroes.
+/// Encodes a text frame with a mask of zeroes.
 fn frame(text: &str) -> Vec<u8> {
     let mut frame = vec![0x81, 0x80 | 127];
     frame.extend((text.len() as u64).to_be_bytes());
@@ -100,9 +101,10 @@ fn frame(text: &str) -> Vec<u8> {
     frame
 }
 
-/// Over a slow line a large answer takes longer than any deadline, and no pong can overtake it.
+/// On a slow connection a large response takes longer than the timeout, and no pong can overtake
+/// it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 3)]
-async fn a_peer_that_takes_its_answer_slowly_is_alive() {
+async fn peer_that_reads_its_response_slowly_stays_connected() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(18 << 20).unwrap();
     let url = serve().await;
@@ -115,7 +117,7 @@ async fn a_peer_that_takes_its_answer_slowly_is_alive() {
     ] {
         stream.write_all(&frame(&text)).await.unwrap();
     }
-    // All of it in about three deadlines, and nothing said meanwhile.
+    // Reads the whole response in about three timeouts, and sends nothing meanwhile.
     let (size, pieces) = (25_000_000, 60);
     let (mut taken, mut piece) = (0, vec![0; size / pieces]);
     let mut pace = tokio::time::interval(3 * DEADLINE / 60);
@@ -126,9 +128,10 @@ async fn a_peer_that_takes_its_answer_slowly_is_alive() {
     assert_eq!(taken, size / pieces * pieces);
 }
 
-/// The same in the other direction.
+/// On a slow connection a large request takes longer than the timeout, and parts of it count as a
+/// sign of life.
 #[tokio::test]
-async fn a_peer_that_sends_its_request_slowly_is_alive() {
+async fn peer_that_sends_its_request_slowly_stays_connected() {
     let url = serve().await;
     let mut stream = raw(&url).await;
     let padding = " ".repeat(60_000);
@@ -138,7 +141,7 @@ async fn a_peer_that_sends_its_request_slowly_is_alive() {
         pace.tick().await;
         stream.write_all(piece).await.unwrap();
     }
-    // Pings came meanwhile, and were not answered: nothing may be said inside a frame.
+    // The client got pings meanwhile and answered none, because a frame cannot be interrupted.
     let mut answer = Vec::new();
     while !answer.ends_with(b"\"id\":7}") {
         answer.push(stream.read_u8().await.unwrap());

@@ -1,6 +1,7 @@
-//! Streams that go on to a server elsewhere, which need not know of any of this.
+//! Forwarding of relay streams to an existing server, which need not support remote mode.
 //!
-//! Owns the way between a stream and its destination. Knows messages, and nothing of what they say.
+//! Owns the path between a stream and its destination. Passes messages on without interpreting
+//! their content.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,30 +22,30 @@ use tokio_util::sync::CancellationToken;
 
 use super::{RemoteEnvironmentConfig, RemoteEnvironmentError, Status, attend};
 
-/// How long a command may take to end when its stream has.
+/// How long a command may take to exit after its stream has ended.
 const COMMAND_GRACE: Duration = Duration::from_secs(5);
 
-/// A server that exists already.
+/// An existing server that streams are forwarded to.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Destination {
-    /// At a URL: `ws://`, `wss://` or `unix://`.
+    /// The server at a URL: `ws://`, `wss://` or `unix://`.
     Url {
         /// The URL.
         url: String,
-        /// How to dial, and as whom.
+        /// Connection options, including credentials.
         options: ConnectOptions,
     },
-    /// A command that serves its standard input and output, started for each stream.
+    /// A command that serves its standard input and output; one is started for each stream.
     Command {
         /// The command and its arguments.
         argv: Vec<String>,
-        /// All of its environment.
+        /// The complete environment of the command.
         environment: BTreeMap<String, String>,
     },
 }
 
-/// Why there is no way to a destination.
+/// Why a destination cannot be reached.
 #[derive(Debug, thiserror::Error)]
 enum DestinationError {
     #[error(transparent)]
@@ -78,12 +79,16 @@ impl Destination {
     }
 }
 
-/// Registers a server that exists already as an environment, until that fails for good.
+/// Registers an existing server as an environment, and forwards its streams until registering fails
+/// permanently.
 ///
-/// Each stream has a connection of its own to the destination and ends with it, once all that the
-/// destination said has left; the other way round too. Told to stop, it ends all of them.
+/// Each stream has its own connection to the destination. When the destination closes the
+/// connection, the stream ends after all its messages have been sent; when the stream ends, the
+/// connection ends. When `stop` is cancelled, all connections end.
 ///
 /// # Errors
+///
+/// As [`run_remote_environment`](super::run_remote_environment).
 ///
 /// As [`run_remote_environment`](super::run_remote_environment).
 pub async fn forward(
@@ -108,7 +113,8 @@ pub async fn forward(
                         () = stopped.cancelled() => {}
                     }
                     if let Some(mut child) = child {
-                        // Its input has ended; killed when the handle is dropped.
+                        // Its standard input is closed. If it does not exit in time, dropping the
+                        // handle kills it.
                         let _ = tokio::time::timeout(COMMAND_GRACE, child.wait()).await;
                     }
                 }
@@ -121,9 +127,9 @@ pub async fn forward(
     .await
 }
 
-/// Carries messages both ways until one side ends.
+/// Forwards messages in both directions until one side ends.
 async fn splice(stream: Link, destination: Link) -> Result<(), LinkError> {
-    // The other side's pings; one that is not answered yet makes a second one superfluous.
+    // Pings of the destination; while one has not been answered, further ones are dropped.
     let (ping, pings) = mpsc::channel(1);
     let heard = AtomicBool::new(false);
     let pinging = destination.has_pings();
@@ -140,14 +146,14 @@ async fn splice(stream: Link, destination: Link) -> Result<(), LinkError> {
     }
 }
 
-/// The way to a destination.
+/// The direction from a stream to its destination.
 struct To<'a> {
     outgoing: Outgoing,
-    /// Whether messages are websocket messages rather than lines.
+    /// Whether messages are websocket messages; otherwise they are lines.
     text: bool,
     keepalive: Option<Keepalive>,
     pings: mpsc::Receiver<Vec<u8>>,
-    /// Something came from there since this was last asked.
+    /// Whether the destination has sent something since the last check.
     heard: &'a AtomicBool,
 }
 
@@ -187,7 +193,7 @@ impl To<'_> {
         }
     }
 
-    /// When to look again; pings if it is time.
+    /// Sends a ping if one is due; returns when to check again.
     fn keep_alive(&mut self) -> Result<Option<Instant>, LinkError> {
         let Some(keepalive) = &mut self.keepalive else {
             return Ok(None);
@@ -207,7 +213,8 @@ impl To<'_> {
     }
 }
 
-/// A message as one line. Line ends inside of JSON are mere spacing: in texts they are escaped.
+/// Converts a message to one line. Line ends in JSON are whitespace, because strings contain them
+/// only in escaped form.
 fn without_line_ends(message: &[u8]) -> Vec<u8> {
     let space = |byte: &u8| match byte {
         b'\n' | b'\r' => b' ',
@@ -287,7 +294,7 @@ mod tests {
         }
     }
 
-    /// Two links as relay streams have them: whole messages, without pings.
+    /// Creates two connected links with the properties of relay streams: whole messages, no pings.
     fn streams() -> (Link, Link) {
         let (to_there, from_here) = mpsc::unbounded_channel();
         let (to_here, from_there) = mpsc::unbounded_channel();
@@ -298,11 +305,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn messages_pass_untouched_and_the_last_words_of_the_destination_arrive() {
+    async fn splice_forwards_messages_and_delivers_pending_ones_after_destination_ends() {
         let (mut harness, stream) = streams();
         let (destination, mut server) = Link::pair();
         let splicing = tokio::spawn(splice(stream, destination));
-        // Pretty-printed JSON is one line over a pipe.
+        // Over a pipe, pretty-printed JSON must be one line.
         say(&mut harness.outgoing, b"{\n \"id\": 1\r\n}").await;
         assert_eq!(
             hear(&mut server.incoming).await.unwrap(),
@@ -324,7 +331,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_destination_that_pings_is_answered() {
+    async fn splice_answers_pings_of_the_destination() {
         use exec_server_transport::frame::Role;
         let (harness, stream) = streams();
         let (client, server) = tokio::io::duplex(1 << 16);
@@ -339,7 +346,7 @@ mod tests {
         let event = server.incoming.recv_raw().await.unwrap();
         assert!(matches!(event, Some(RawEvent::Pong)), "{event:?}");
         drop(harness);
-        // The destination hears of the end of the stream.
+        // The destination is notified of the end of the stream.
         assert!(server.incoming.recv_raw().await.unwrap().is_none());
         splicing.await.unwrap().unwrap();
     }

@@ -1,7 +1,7 @@
-//! Serving through a meeting point: an executor that dials out instead of listening.
+//! Remote mode: an executor that connects to a rendezvous server instead of listening.
 //!
-//! Owns the registration, who is admitted and what becomes of each stream. Frames, keys and sockets
-//! are `transport::relay`'s.
+//! Owns the registration, the validation of harnesses and the handling of streams. Frames, keys and
+//! sockets belong to `transport::relay`.
 //!
 //! ```text
 //!            ┌── refused (4xx) ──────────────┐
@@ -42,36 +42,37 @@ pub use forward::{Destination, forward};
 pub use validate::ValidationPolicy;
 use validate::Validator;
 
-/// How long opening the websocket may take.
+/// Timeout for opening the websocket.
 const DIAL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long streams may take to end when all ends.
+/// How long streams may take to end when the environment stops.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// An environment that is reached through a registry.
+/// Configuration of an environment that is reached through a registry.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct RemoteEnvironmentConfig {
-    /// The registry: `http://…` or `https://…`.
+    /// The URL of the registry: `http://…` or `https://…`.
     pub registry_url: String,
-    /// Which environment this is.
+    /// The id of this environment.
     pub environment_id: String,
-    /// How people call this machine.
+    /// A readable name for this machine.
     pub name: Option<String>,
-    /// How to talk to the registry, and as whom.
+    /// Options for calls to the registry, including credentials.
     pub registry: RegistryOptions,
-    /// The keys that harnesses know us by; see [`exec_server_transport::identity::load_or_create`].
+    /// The keys that identify this environment to harnesses; see
+    /// [`exec_server_transport::identity::load_or_create`].
     pub identity: noise::Identity,
-    /// How much of everything a stream may have.
+    /// Limits of each stream.
     pub limits: Limits,
-    /// How long the registry's word on a harness counts.
+    /// How long a validation of a harness by the registry stays valid.
     pub validation: ValidationPolicy,
-    /// The server behind the streams; of no concern to [`forward()`].
+    /// Configuration of the server behind the streams; [`forward()`] does not use it.
     pub server: ExecServerConfig,
 }
 
 impl RemoteEnvironmentConfig {
-    /// The defaults, with these credentials and keys.
+    /// Creates a configuration with these credentials and keys, and defaults for the rest.
     pub fn new(
         registry_url: impl Into<String>,
         environment_id: impl Into<String>,
@@ -91,38 +92,38 @@ impl RemoteEnvironmentConfig {
     }
 }
 
-/// Why an environment is served no longer.
+/// Why an environment is no longer served.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RemoteEnvironmentError {
-    /// The registry cannot be used, and nothing but a change of settings would help.
+    /// The registry cannot be used until the configuration is changed.
     #[error("cannot register the environment `{environment_id}`")]
     Registry {
-        /// Which.
+        /// The id of the environment.
         environment_id: String,
-        /// What is wrong.
+        /// The error of the registry.
         #[source]
         source: RegistryError,
     },
-    /// This machine lacks something basic.
+    /// The machine lacks something that every server needs.
     #[error("cannot set up the server")]
     Server(#[from] io::Error),
-    /// The driver gave up.
+    /// The relay driver has failed permanently.
     #[error("cannot reach the rendezvous server")]
     Dial(#[source] DialError),
 }
 
-/// Where an environment is between its registry and its harnesses.
+/// State of the connection between an environment and its rendezvous server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
-    /// Nobody can reach it.
+    /// Not connected: harnesses cannot reach the environment.
     Connecting,
-    /// Harnesses can.
+    /// Connected: harnesses can reach the environment.
     Attached,
 }
 
-/// Serves an environment until registering fails for good: at the first time, and for a reason that
-/// would not change by itself. After that whatever happens is waited for.
+/// Serves an environment until registering fails permanently. Only the first registration can fail
+/// that way, and only for a reason that a retry cannot fix; all later failures are retried.
 ///
 /// ```no_run
 /// use exec_server_service::remote::{RemoteEnvironmentConfig, run_remote_environment};
@@ -149,8 +150,9 @@ pub async fn run_remote_environment(
     outcome
 }
 
-/// As [`run_remote_environment`], with a server that the caller owns, and ends: this returns when
-/// the server has shut down and what it said last has left. Dropping it ends all streams at once.
+/// Like [`run_remote_environment`], with a server that the caller owns and shuts down. Returns when
+/// the server has shut down and its last messages have been sent. Dropping the future ends all
+/// streams immediately.
 ///
 /// # Errors
 ///
@@ -177,10 +179,10 @@ pub async fn serve(
     .await
 }
 
-/// Registers, dials and gives each stream to `handle`; returns when that fails for good, or when it
-/// was told to stop and the streams have ended, which is up to their handlers.
+/// Registers, connects and passes each stream to `handle`. Returns when that fails permanently, or
+/// when `stop` was cancelled and the streams have ended; ending them is the task of their handlers.
 ///
-/// A stream is over when its handler has returned and what it sent has left.
+/// A stream has ended when its handler has returned and all its data has been sent.
 async fn attend<H, HF>(
     config: RemoteEnvironmentConfig,
     status: watch::Sender<Status>,
@@ -213,7 +215,7 @@ where
     let (accepted, mut streams) = mpsc::channel(config.limits.streams.max(1));
     let executor = ExecutorConfig {
         environment_id: environment_id.clone(),
-        // Set before the first handshake, by the first socket.
+        // The first socket sets this before the first handshake.
         registration_id: String::new(),
         identity: config.identity,
         limits: config.limits,
@@ -237,7 +239,7 @@ where
         }
     };
     let mut driver = pin!(relay::serve(executor, dial, admit, accepted));
-    // Dropped, and so aborted, with this future.
+    // Dropped with this future, which aborts the tasks.
     let mut tasks = JoinSet::new();
     let mut farewell = pin!(async {
         stop.cancelled().await;
@@ -261,7 +263,7 @@ where
                 tasks.spawn(async move {
                     let ((), reason) = tokio::join!(handled, ended);
                     if let (Reason::AuthorizationRevoked, Some(harness)) = (reason, harness) {
-                        // What was known of it is not so any more.
+                        // The cached validation of this harness is no longer valid.
                         desk.validator.forget(&harness);
                     }
                 });
@@ -271,15 +273,15 @@ where
     }
 }
 
-/// Where the environment is registered and its sockets come from.
+/// Registration of the environment and source of its websocket connections.
 struct Desk {
     registry: Arc<Registry>,
     validator: Validator,
     identity: noise::Identity,
     name: Option<String>,
-    /// What the registry said last, until the meeting point says otherwise.
+    /// The current registration, until the rendezvous server rejects it.
     registration: Mutex<Option<RegisterResponse>>,
-    /// Whether there ever was a registration.
+    /// Whether a registration has succeeded before.
     registered: AtomicBool,
     status: watch::Sender<Status>,
 }
@@ -293,7 +295,7 @@ impl Desk {
         self.lock().clone()
     }
 
-    /// One socket; pauses between attempts are the driver's.
+    /// Opens one websocket; the driver waits between attempts.
     async fn dial(&self) -> Result<Attachment, DialError> {
         self.status.send_replace(Status::Connecting);
         loop {
@@ -323,7 +325,7 @@ impl Desk {
                             ..
                         }
                     ) {
-                        // The URL is good no longer; a registration gives another.
+                        // The URL is no longer valid; a new registration returns a new one.
                         self.lock().take();
                         if !fresh {
                             continue;
@@ -352,8 +354,9 @@ impl Desk {
                             CredentialError::Expired | CredentialError::Missing
                         )
                     );
-                // A wrong token is told at once to whoever typed it; a server that has worked
-                // before does not end, with all it runs, because of one.
+                // On the first registration a wrong token is reported immediately, because the user
+                // is present. A server that has worked before retries instead, because ending it
+                // would kill its processes.
                 if !passing && !self.registered.load(Ordering::Relaxed) {
                     return Err(DialError::fatal(error));
                 }

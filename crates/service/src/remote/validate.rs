@@ -1,4 +1,4 @@
-//! Who may open a stream: the registry's word, for as long as it counts.
+//! Validation of harness keys by the registry, with a cache.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,26 +10,27 @@ use exec_server_sync::Mutex;
 use exec_server_transport::registry::{Registry, RegistryError};
 use exec_server_transport::relay::Ask;
 
-/// Harnesses that are remembered; the one that was approved longest ago is forgotten first.
+/// Approved harnesses that are cached; the one with the oldest approval is evicted first.
 const MAX_REMEMBERED: usize = 1024;
 
-/// How long the registry is asked, again if it is away. The harness waits ten seconds.
+/// How long the registry is called, with retries while it is unavailable: less than the ten seconds
+/// that a harness waits.
 const PATIENCE: Duration = Duration::from_secs(7);
 
-/// The same for a harness that would be admitted anyway.
+/// The same timeout for a harness that is admitted even if the registry does not respond.
 const SHORT_PATIENCE: Duration = Duration::from_secs(2);
 
-/// From one attempt to the next, at first.
+/// Delay before the first retry; it doubles with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
-/// How long the registry's word on a harness counts.
+/// How long an approval by the registry stays valid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ValidationPolicy {
-    /// How long a harness that was approved is not asked about again. A harness that is revoked
-    /// meanwhile is stopped by the meeting point, which is where the revocation is.
+    /// How long an approved harness is not validated again. If a harness is revoked in that time,
+    /// the rendezvous server, which stores revocations, ends its streams.
     pub cache: Duration,
-    /// How long a harness that was approved is admitted while the registry is away.
+    /// How long an approved harness is still admitted while the registry is unavailable.
     pub grace: Duration,
 }
 
@@ -42,7 +43,7 @@ impl Default for ValidationPolicy {
     }
 }
 
-/// Asks, and remembers the answers.
+/// Validates harnesses and caches approvals.
 pub(super) struct Validator {
     registry: Arc<Registry>,
     policy: ValidationPolicy,
@@ -58,7 +59,7 @@ impl Validator {
         }
     }
 
-    /// Whether a harness may come in, and if not, why.
+    /// Checks whether a harness is admitted; returns the reason if it is not.
     pub(super) async fn admit(&self, ask: &Ask, registration_id: &str) -> Result<(), Reason> {
         let age = self.approved.lock().age(&ask.harness, Instant::now());
         if age.is_some_and(|age| age < self.policy.cache) {
@@ -79,7 +80,7 @@ impl Validator {
                 return Err(Reason::AuthorizationRefused);
             }
             Ok(Err(error)) if !error.is_outage() => {
-                // Whatever is wrong, the registry is there and has not said yes.
+                // Not an outage: the registry responds, but has not approved the harness.
                 tracing::error!(%error, "cannot validate a harness");
                 return Err(Reason::ValidationUnavailable);
             }
@@ -99,7 +100,8 @@ impl Validator {
         Err(reason)
     }
 
-    /// Asks once, or until there is an answer; ends by being dropped.
+    /// Calls the registry once, or until it responds. The caller stops the retries by dropping the
+    /// future.
     async fn ask(
         &self,
         ask: &Ask,
@@ -125,13 +127,13 @@ impl Validator {
         }
     }
 
-    /// A harness is approved no longer.
+    /// Removes the approval of a harness from the cache.
     pub(super) fn forget(&self, harness: &PublicKey) {
         self.approved.lock().since.remove(harness);
     }
 }
 
-/// Who was approved, and when.
+/// Approved harnesses, with the time of the approval.
 #[derive(Debug, Default)]
 struct Approved {
     since: BTreeMap<PublicKey, Instant>,
@@ -182,7 +184,7 @@ mod tests {
         }
     }
 
-    /// A registry that says what it is told, and how often it was asked.
+    /// Starts a registry with these responses; the receiver gets an item for each request.
     async fn scripted(
         answers: Vec<(u16, &'static str)>,
     ) -> (Registry, mpsc::UnboundedReceiver<()>) {
@@ -218,7 +220,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_answer_counts_for_a_while_and_for_one_harness() {
+    async fn approval_is_cached_per_harness_until_forgotten() {
         let (registry, mut asked) = scripted(vec![YES, YES, NO]).await;
         let validator = validator(registry, Duration::from_secs(60));
         validator.admit(&ask(1), "r").await.unwrap();
@@ -233,16 +235,16 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_those_who_were_approved_come_in_while_the_registry_is_away() {
+    async fn approved_harness_is_admitted_while_registry_is_unavailable() {
         let answers = vec![YES, (503, ""), (503, ""), YES, NO, (500, "")];
         let (registry, mut asked) = scripted(answers).await;
         let validator = validator(registry, Duration::ZERO);
         validator.admit(&ask(1), "r").await.unwrap();
-        // Away: once asked, then trusted.
+        // The registry is unavailable: it is called once, then the cached approval is used.
         validator.admit(&ask(1), "r").await.unwrap();
-        // Never seen: asked again until there is an answer.
+        // This harness has no approval, so the registry is called until it responds.
         validator.admit(&ask(2), "r").await.unwrap();
-        // A refusal ends the trust.
+        // A refusal removes the approval.
         let refused = validator.admit(&ask(1), "r").await;
         assert_eq!(refused, Err(Reason::AuthorizationRefused));
         for _ in 0..5 {
@@ -258,7 +260,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_registry_that_is_gone_admits_nobody_new() {
+    async fn new_harness_is_refused_while_registry_is_unreachable() {
         let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", closed.local_addr().unwrap());
         drop(closed);
@@ -272,7 +274,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_registry_that_refuses_us_is_not_away() {
+    async fn refusal_by_registry_does_not_count_as_outage() {
         let (registry, _asked) = scripted(vec![YES, (401, "")]).await;
         let validator = validator(registry, Duration::ZERO);
         validator.admit(&ask(1), "r").await.unwrap();
@@ -283,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded_and_the_oldest_goes_first() {
+    fn approvals_are_bounded_and_the_oldest_is_evicted() {
         let mut approved = Approved::default();
         let start = Instant::now();
         let key = |n: usize| {
