@@ -263,7 +263,7 @@ impl Auth {
         self.find(head, now).map(|(identity, _)| identity)
     }
 
-    /// As [`Auth::check`]; also returns the index of the credential, below [`Auth::credentials`].
+    /// As [`Auth::check`]; also returns the index of the credential (see [`Auth::credentials`]).
     pub(crate) fn find(
         &self,
         head: &Head,
@@ -595,7 +595,7 @@ mod tests {
     }
 
     #[test]
-    fn claims_of_the_wrong_type_or_of_other_systems_are_refused() {
+    fn signed_token_with_mistyped_or_foreign_claims_is_refused() {
         let auth = Auth::Signed(SignedTokens {
             issuer: None,
             audience: None,
@@ -659,7 +659,7 @@ mod tests {
     }
 
     #[test]
-    fn credentials_are_kept_only_if_they_allow_the_same() {
+    fn credential_is_kept_only_with_unchanged_scopes() {
         let all = Scopes::ALL;
         let read = Scopes::NONE.with(Scope::FsRead);
         let tokens = |list: &[(&str, &str, Scopes)]| {
@@ -711,7 +711,7 @@ mod tests {
     }
 
     #[test]
-    fn scopes_are_read_from_lists() {
+    fn scope_list_is_parsed_and_unknown_scope_rejected() {
         let scopes: Scopes = "fs:read,fs:write observe".parse().unwrap();
         assert_eq!(scopes.to_string(), "fs:read fs:write observe");
         assert!("exec,root".parse::<Scopes>().is_err());

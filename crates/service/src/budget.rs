@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_holds_nothing_gets_what_is_guaranteed_while_another_holds_much() {
+    fn connection_that_holds_nothing_gets_guaranteed_bytes_while_another_holds_much() {
         let budget = Budget::new(16 * MIB, Excess::Refused);
         let (greedy, _) = account(&budget, "a");
         let mut held = Vec::new();
@@ -552,7 +552,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn waiting_requests_are_granted_to_the_principal_that_holds_the_least() {
+    async fn waiting_request_of_principal_that_holds_least_is_granted_first() {
         let budget = Budget::new(16 * MIB, Excess::Refused);
         let (one, _) = account(&budget, "a");
         let (second, _) = account(&budget, "a");

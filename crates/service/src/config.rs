@@ -1,4 +1,4 @@
-//! Limits and defaults of a server.
+//! Configuration of a server: limits, timeouts and defaults.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use exec_server_transport::keepalive::KeepaliveConfig;
 use crate::audit::Audit;
 use crate::trace::Tracer;
 
-/// Limits and defaults of a server.
+/// Configuration of a server.
 ///
 /// Contains every limit that a client can reach; the error of a reached limit names it.
 #[derive(Debug, Clone)]

@@ -618,9 +618,9 @@ async fn authorization_ends(
     }
 }
 
-/// Bytes that a connection may send before its task yields to other tasks of the thread, including
-/// the writer of its own responses: without this limit, a client that waits for a response would
-/// wait for the responses to all requests it has sent.
+/// Bytes of messages that are read from a connection before its task yields to the other tasks of
+/// the thread. One of these sends the responses: without this limit, a client that waits for a
+/// response would wait until all its messages are processed.
 const TURN_BYTES: usize = 192 * 1024;
 
 struct Reader {

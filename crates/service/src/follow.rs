@@ -16,19 +16,19 @@ use crate::outbox::{Feed, Outbox};
 /// Family of the notifications that report a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Dialect {
-    /// `process/*`.
+    /// `process/*`: output is pushed.
     Process,
     /// `process/exited` and `process/closed` only; the client reads output by request.
     ProcessPull,
-    /// `command/exec/*`.
+    /// `command/exec/*`: output is pushed.
     Command,
 }
 
 /// A cursor on one log that sends the entries to one connection.
 ///
-/// The session's record of the process owns the follower. The log only keeps [`FollowerWaker`],
-/// which does not: the follower owns the process and with it the log, so an owning waker would keep
-/// all three alive for ever.
+/// The session's record of the process owns the follower. The log holds a [`FollowerWaker`] with a
+/// weak reference: the follower owns the process and thereby the log, so a strong reference would
+/// be a cycle and keep all three in memory.
 #[derive(Debug)]
 pub(crate) struct Follower {
     process: Process,

@@ -153,7 +153,7 @@ mod tests {
     use crate::auth::{CapabilityToken, Scopes};
 
     #[test]
-    fn origins_must_be_listed() {
+    fn origin_is_refused_unless_listed() {
         let guard = Guard::new(Rules {
             allowed_origins: vec!["https://console.example".to_owned()],
             ..Rules::default()
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_counted_by_forwarded_address_behind_a_configured_proxy_only() {
+    fn failures_are_counted_by_forwarded_address_only_behind_trusted_proxy() {
         let from = Some(IpAddr::from([10, 0, 0, 1]));
         let forwarded = |client: u8| {
             let mut head = head("bad");
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn admissions_end_when_their_token_is_removed_or_changed() {
+    fn admission_ends_when_its_token_is_removed_or_changed() {
         let guard = Guard::new(tokens(&["one", "two"]));
         let admit = |token: &str| guard.admit(&head(token), None).unwrap().withdrawn;
         let (one, two) = (admit("one"), admit("two"));

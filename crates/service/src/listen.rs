@@ -33,11 +33,11 @@ pub const DEFAULT_LISTEN_URL: &str = "ws://127.0.0.1:0";
 /// Address that a server listens on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ListenUrl {
-    /// A websocket on a TCP port.
+    /// Websocket on a TCP port.
     Websocket(SocketAddr),
-    /// A websocket on a TCP port, over TLS.
+    /// Websocket over TLS on a TCP port.
     Tls(SocketAddr),
-    /// A websocket on a unix socket.
+    /// Websocket on a unix socket.
     Unix(PathBuf),
     /// Standard input and output.
     Stdio,

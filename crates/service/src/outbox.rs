@@ -22,8 +22,8 @@ use crate::pieces::Pieces;
 
 /// A source of notifications, from which the writer pulls.
 pub(crate) trait Feed: fmt::Debug + Send + Sync {
-    /// Encodes the next notification. Returns false if there is none; the source then puts itself
-    /// into the ready list again when it has one.
+    /// Encodes the next notification. Returns false if no notification is available; the source
+    /// then enters the ready list again when it has one.
     fn pull(self: Arc<Self>, outgoing: &mut Outgoing) -> bool;
 }
 

@@ -480,8 +480,8 @@ impl Server {
         };
         tracing::info!(session = session.id, ?grace, "session detached");
         let (server, session) = (self.clone(), Arc::clone(session));
-        // The task ends after the grace period or when the client is back, whichever is first.
-        // Otherwise each disconnect would leave a task that keeps the session for the whole period.
+        // The task ends after the grace period, or earlier when the client is back. Otherwise each
+        // disconnect would leave a task that keeps the session for the whole period.
         tokio::spawn(async move {
             if lifetime == Lifetime::Resumable {
                 let _ = tokio::time::timeout(grace, session.attended()).await;

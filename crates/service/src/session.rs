@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!            attach                 connection ends
-//! (new) ──► attached ◄──────────► detached ── grace over, or ended ──► gone, processes killed
+//! (new) ──► attached ◄──────────► detached ── grace over, or end ──► ended, processes killed
 //!                       resume
 //! ```
 
@@ -56,7 +56,7 @@ struct State {
     /// while its old connection is still attached: that connection may be dead without the server
     /// having noticed.
     resume_key: String,
-    /// Counts attachments, so that a timer can tell whether its detachment is still the current
+    /// Counts attachments, so that a timer can check whether its detachment is still the current
     /// one.
     attachments: u64,
     grace: Duration,

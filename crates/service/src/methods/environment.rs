@@ -79,7 +79,7 @@ impl Info {
         }
     }
 
-    /// Returns the facts; waits up to [`PATIENCE`] for those that are still being determined.
+    /// Returns the facts; waits up to two seconds for those that are still being determined.
     pub(crate) fn get(&self) -> &EnvironmentInfo {
         &self.described().0
     }

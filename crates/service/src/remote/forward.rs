@@ -89,8 +89,6 @@ impl Destination {
 /// # Errors
 ///
 /// As [`run_remote_environment`](super::run_remote_environment).
-///
-/// As [`run_remote_environment`](super::run_remote_environment).
 pub async fn forward(
     config: RemoteEnvironmentConfig,
     destination: Destination,

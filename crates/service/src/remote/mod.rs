@@ -7,7 +7,7 @@
 //!            ┌── refused (4xx) ──────────────┐
 //!            ▼                               │
 //!   register ── url, registration id ──► websocket ──► streams ──► connections, or a destination
-//!     ▲  └ retried for ever, once it           │
+//!     ▲  └ retried forever, once it            │
 //!     │    was successful or may be            │
 //!     └──────── same url, growing pauses ◄─────┘ lost
 //! ```
@@ -140,7 +140,7 @@ pub enum Status {
 ///
 /// # Errors
 ///
-/// The reason; see [`RemoteEnvironmentError`].
+/// When registering fails permanently; see [`RemoteEnvironmentError`].
 pub async fn run_remote_environment(
     config: RemoteEnvironmentConfig,
 ) -> Result<(), RemoteEnvironmentError> {
