@@ -1,7 +1,7 @@
-//! Plugins and skills below a directory.
+//! Capability discovery: plugins and skills below a directory.
 //!
-//! Owns how a directory is looked at and what is left out of it. What a manifest means is decided by
-//! [`exec_server_protocol::capability`], where the files are read by [`Files`].
+//! Walks the directory and decides what is left out. [`exec_server_protocol::capability`] decides
+//! what a manifest means; [`Files`] reads the files.
 
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -19,13 +19,13 @@ use exec_server_protocol::fs::{
 use crate::fs::{Answer, Cancelled, FsError, Walked};
 use crate::sandbox::files::Files;
 
-/// Warnings about one root; a tree of unreadable directories needs no thousands of them.
+/// Warnings about one root. A tree of unreadable directories does not need thousands of them.
 const MAX_WARNINGS: usize = 100;
 
-/// Looks for plugins and skills below a directory. Blocks.
+/// Finds the plugins and skills below a directory. Blocks.
 ///
-/// What keeps all of it from being looked at is the `error` of the result, what was left out are its
-/// `warnings`.
+/// The `error` of the result says why the whole search failed; its `warnings` say what was left
+/// out.
 pub fn discover(
     files: &Files,
     id: String,
@@ -63,7 +63,7 @@ struct Search<'a> {
     cancelled: Cancelled<'a>,
     /// Bytes that may still be read.
     left: usize,
-    /// Warnings that were not noted.
+    /// Warnings that were dropped because of [`MAX_WARNINGS`].
     unsaid: usize,
     found: &'a mut DiscoveredRoot,
 }
@@ -117,7 +117,8 @@ impl Search<'_> {
             ));
         }
         let mut skills = Vec::new();
-        // The directory of each plugin below the root, and which of its manifests counts.
+        // The directory of each plugin below the root, and the priority of the manifest found so
+        // far.
         let mut plugins: Vec<(PathBuf, usize)> = Vec::new();
         for (directory, entries) in walked.directories() {
             for (name, kind) in entries {
@@ -173,7 +174,7 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// Reads the plugin that the root is, or the manifest of the one that it is in.
+    /// Reads the manifest of the plugin at the root, or of the plugin that contains the root.
     fn plugin(&mut self) -> Result<(), String> {
         let root = self.root.clone();
         if let Some(manifest) = self.manifest(&root)? {
@@ -204,7 +205,7 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// Where something is said to be, if it can be there.
+    /// The path that a manifest names, if the path is allowed.
     fn place(
         &mut self,
         manifest: &TextFile,
@@ -220,7 +221,7 @@ impl Search<'_> {
         }
     }
 
-    /// The manifest of a directory, if it is that of a plugin.
+    /// The manifest of a directory, if the directory is a plugin.
     fn manifest(&mut self, directory: &Path) -> Result<Option<TextFile>, String> {
         for name in MANIFESTS {
             if let Some(manifest) = self.read(&directory.join(name))? {
@@ -230,7 +231,7 @@ impl Search<'_> {
         Ok(None)
     }
 
-    /// Reads a text; nothing if there is none, or none that can be told.
+    /// Reads a text file; `None` if it does not exist or cannot be reported.
     fn read(&mut self, path: &Path) -> Result<Option<TextFile>, String> {
         if (self.cancelled)() {
             return Err("nobody waits for the answer any more".to_owned());
@@ -254,7 +255,7 @@ impl Search<'_> {
                 return Ok(None);
             }
         };
-        // It may grow while it is read, but not without end.
+        // The file may grow while it is read, so the read is bounded.
         let mut bytes = Vec::new();
         if let Err(error) = file.take(MAX_FILE_BYTES as u64 + 1).read_to_end(&mut bytes) {
             self.warn(format!("failed to read capability file {uri}: {error}"));
@@ -296,7 +297,7 @@ impl Search<'_> {
     }
 }
 
-/// The plugin that a file is the manifest of, and how early its kind counts.
+/// The plugin directory of a manifest file, and the priority of that kind of manifest.
 fn manifest_of<'a>(directory: &'a Path, name: &std::ffi::OsStr) -> Option<(&'a Path, usize)> {
     let marker = directory.file_name()?;
     let rank = MANIFESTS.iter().position(|manifest| {
@@ -306,7 +307,7 @@ fn manifest_of<'a>(directory: &'a Path, name: &std::ffi::OsStr) -> Option<(&'a P
     Some((directory.parent()?, rank))
 }
 
-/// Whether there is nothing to be read, which is no fault.
+/// Whether the error means that the file does not exist, which is not a failure here.
 fn is_absent(error: &FsError) -> bool {
     match error {
         FsError::Io { source, .. } => matches!(
@@ -318,7 +319,7 @@ fn is_absent(error: &FsError) -> bool {
     }
 }
 
-/// What went wrong; which path is said already.
+/// The error text without the path, because the caller reports the path itself.
 fn said(error: &FsError) -> String {
     match error {
         FsError::Io { source, .. } => source.to_string(),

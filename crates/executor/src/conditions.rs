@@ -1,13 +1,15 @@
-//! Waiting until the first of several things happens to a process.
+//! `process/waitFor`: wait for process exit, a regular expression, silence, a port or a terminal
+//! read.
 //!
-//! Owns the conditions, the search of output as it comes, and when to look at `/proc`. Output is
-//! searched in the order of the log, and is not evicted before it was: whoever searches holds the
-//! process back as a consumer does, and no longer than the search takes.
+//! Searches output as it arrives and schedules the inspection of `/proc`. Output is searched in the
+//! order of the log and is not evicted before it was searched: a search applies backpressure to the
+//! process as a consumer does, for as long as the search takes.
 //!
-//! A match may lie across any number of chunks. Of each stream the latest [`MATCH_BYTES`] are kept
-//! for that, so that every match up to this length is found, and longer ones if they happen to lie
-//! in what is searched together. A match that could still change (because it ends where the output
-//! ends, for now) counts once nothing more has come for a moment: `$` is the end of output then.
+//! A match may span any number of chunks. The latest [`MATCH_BYTES`] of each stream are kept for
+//! that, so every match up to this length is found. A longer match is found if it lies within the
+//! data that is searched together. A match that more output could change (because it ends at the
+//! current end of the output) counts after a short time without further output: `$` is then the end
+//! of the output.
 
 use std::time::Duration;
 
@@ -22,72 +24,72 @@ use tokio::time::Instant;
 use crate::look;
 use crate::process::{Process, Watch, blocking, sleep_until};
 
-/// The longest match that is always found.
+/// The longest match that is guaranteed to be found.
 pub const MATCH_BYTES: usize = 16 * 1024;
 
-/// How many conditions one wait may have.
+/// Maximum number of conditions in one wait.
 pub const MAX_CONDITIONS: usize = 16;
 
-/// How long a regular expression may be.
+/// Maximum length of a regular expression.
 pub const MAX_REGEX_BYTES: usize = 4096;
 
-/// What a compiled expression may take: enough for long alternatives and classes of Unicode, and
-/// little enough that the worst of them searches a batch in seconds, on a thread of its own.
+/// Maximum size of a compiled expression: enough for long alternatives and Unicode classes, and
+/// small enough that the worst expression searches a batch within seconds, on a blocking thread.
 const MAX_PROGRAM_BYTES: usize = 512 * 1024;
 
-/// What searching with one expression may take beside that.
+/// Maximum memory of the matcher's cache for one expression.
 const MAX_CACHE_BYTES: usize = 4 << 20;
 
-/// Output that is searched at once.
+/// Maximum output searched in one call.
 const BATCH_BYTES: usize = 256 * 1024;
 
-/// Kept before what is searched, so that assertions know what came before. As long as a character.
+/// Bytes kept before the searched data, so that assertions can look behind: one character.
 const CONTEXT_BYTES: usize = 4;
 
-/// For how long nothing may come before a match at the end of output counts, or before a process
-/// that was seen to wait for input is looked at again.
+/// Time without output after which a match at the end of output counts, or after which a process
+/// that was seen waiting for input is inspected again.
 const SETTLE: Duration = Duration::from_millis(20);
 
-/// How soon `/proc` is looked at again at first, and at the latest.
+/// Shortest and longest pause between two inspections of `/proc`.
 const LOOKS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(200));
 
-/// Looking may take this part of the time at most.
+/// Inspections may take at most 1/`LOOK_SHARE` of the time.
 const LOOK_SHARE: u32 = 10;
 
-/// Threads that read `/proc` for waits, all waits together.
+/// Limits the threads that read `/proc` for all waits together.
 static LOOKING: Semaphore = Semaphore::const_new(2);
 
-/// How much of a match is told.
+/// Maximum length of the match text in the result.
 const TOLD_BYTES: usize = 4096;
 
-/// Why there is nothing to wait for.
+/// Reasons why conditions are rejected.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConditionError {
-    /// None, or too many.
+    /// No condition, or too many.
     #[error("`any` must have 1 to {MAX_CONDITIONS} conditions, not {0}")]
     Count(usize),
-    /// An expression that is too long.
+    /// The expression is too long.
     #[error(
         "condition {index}: a regular expression may have {MAX_REGEX_BYTES} bytes, not {bytes}"
     )]
     TooLong {
-        /// Which condition, counted from 0.
+        /// Index of the condition, from 0.
         index: usize,
-        /// How long it is.
+        /// Its length in bytes.
         bytes: usize,
     },
-    /// An expression that makes no sense, or is too large when compiled.
+    /// The expression is invalid, or too large when compiled.
     #[error("condition {index}: {message}")]
     Regex {
-        /// Which condition, counted from 0.
+        /// Index of the condition, from 0.
         index: usize,
-        /// What is wrong.
+        /// The error of the regex parser.
         message: String,
     },
 }
 
-/// Several things that may happen to a process.
+/// Compiled conditions of one wait.
 #[derive(Debug)]
 pub struct Conditions(Vec<Compiled>);
 
@@ -96,7 +98,7 @@ enum Compiled {
     Exit,
     Regex(Box<Pattern>),
     Quiet(Duration),
-    /// `None` for any port.
+    /// `None` matches any port.
     Port(Option<u16>),
     TtyRead,
 }
@@ -105,16 +107,16 @@ enum Compiled {
 struct Pattern {
     regex: Regex,
     stream: Option<Stream>,
-    /// What comes after a match can make no difference to it.
+    /// Output after a match cannot change the match.
     definite: bool,
 }
 
 impl Conditions {
-    /// Checks and compiles.
+    /// Checks and compiles the conditions.
     ///
     /// # Errors
     ///
-    /// When there are none or too many, or an expression is wrong or too large.
+    /// When there are no conditions or too many, or an expression is invalid or too large.
     pub fn compile(any: &[Condition]) -> Result<Self, ConditionError> {
         if any.is_empty() || any.len() > MAX_CONDITIONS {
             return Err(ConditionError::Count(any.len()));
@@ -133,9 +135,9 @@ impl Conditions {
         Ok(Self(compiled.collect::<Result<_, _>>()?))
     }
 
-    /// Waits until one of them is met, the log is closed, or the time is up.
+    /// Waits until one of the conditions is met, the log is closed, or the deadline passes.
     ///
-    /// Cancel safe: nothing is left behind.
+    /// Cancel safe.
     pub async fn wait(
         self,
         process: &Process,
@@ -145,7 +147,7 @@ impl Conditions {
         let now = Instant::now();
         let searches = self.0.iter().any(|one| matches!(one, Compiled::Regex(_)));
         let looks = self.0.iter().any(Compiled::looks);
-        // A cursor beyond the log means all that is to come.
+        // A cursor beyond the end of the log means: only output from now on.
         let end = process.with_log(|log| log.next_seq() - 1);
         let cursor = after_seq.min(end);
         Waiting {
@@ -177,7 +179,7 @@ fn pattern(index: usize, regex: &str, stream: Option<Stream>) -> Result<Pattern,
         return Err(ConditionError::TooLong { index, bytes });
     }
     let wrong = |message: String| ConditionError::Regex { index, message };
-    // Output is bytes: an expression may be about some that are no text.
+    // Output is bytes: an expression may match bytes that are not UTF-8.
     let syntax = syntax::Config::new().utf8(false).nest_limit(64);
     let parsed = syntax::parse_with(regex, &syntax).map_err(|error| wrong(error.to_string()))?;
     let properties = parsed.properties();
@@ -204,24 +206,24 @@ fn pattern(index: usize, regex: &str, stream: Option<Stream>) -> Result<Pattern,
     })
 }
 
-/// One wait.
+/// State of one wait.
 struct Waiting<'a> {
     process: &'a Process,
-    /// Keeps what was not searched yet.
+    /// Prevents eviction of output that was not searched yet.
     watch: Option<Watch>,
-    /// `None` only while a thread is at it.
+    /// `None` only while a blocking thread uses it.
     search: Option<Search>,
-    /// The last number that was searched.
+    /// Sequence number of the last searched entry.
     cursor: u64,
     evicted: Option<Evicted>,
-    /// When output last came.
+    /// Time of the latest output.
     active: Instant,
-    /// A match that may still change.
+    /// A match that more output may still change.
     tentative: Option<(usize, Match)>,
-    /// When to look at `/proc`.
+    /// Time of the next inspection of `/proc`.
     look_at: Option<Instant>,
     pause: Duration,
-    /// Who was seen to wait for input when this was the next number.
+    /// The process that was seen waiting for input, and the next sequence number at that time.
     reader: Option<(i32, u64)>,
 }
 
@@ -239,7 +241,8 @@ impl Waiting<'_> {
                 (exit, close, log.next_seq())
             });
             if next != self.cursor + 1 {
-                // More has come while we searched; what happened after that must wait its turn.
+                // More output arrived during the search; it must be searched before later events
+                // are reported.
                 continue;
             }
             if closed && let Some((index, found)) = self.tentative.take() {
@@ -276,7 +279,7 @@ impl Waiting<'_> {
         }
     }
 
-    /// When there is something to do even if nothing comes.
+    /// Time of the next step if no output arrives.
     fn next_moment(&self, deadline: Option<Instant>) -> Option<Instant> {
         let quiet = self.conditions().iter().filter_map(|one| match one {
             Compiled::Quiet(time) => self.active.checked_add(*time),
@@ -287,7 +290,7 @@ impl Waiting<'_> {
         quiet.chain(moments.into_iter().flatten()).min()
     }
 
-    /// Searches all that has come.
+    /// Searches all new output.
     async fn search_more(&mut self) -> Option<WaitForResult> {
         loop {
             let cursor = self.cursor;
@@ -303,12 +306,12 @@ impl Waiting<'_> {
                 });
             }
             let Some(&(last, ..)) = slice.chunks.last() else {
-                // Nothing but the end of the process or of the log.
+                // The only new entries are the process exit or the end of the log.
                 self.cursor = end;
                 return None;
             };
             self.active = Instant::now();
-            // What has been written lately is likely to be about what we look for.
+            // Recent output often announces the awaited event, so inspect sooner.
             self.pause = LOOKS.0;
             if let Some(at) = &mut self.look_at {
                 *at = (*at).min(self.active + self.pause);
@@ -322,7 +325,7 @@ impl Waiting<'_> {
                 Found::Nothing => self.tentative = None,
                 Found::Tentative(index, found) => self.tentative = Some((index, found)),
                 Found::Definite(index, found) => {
-                    // What comes after the match may be wanted.
+                    // The caller may want the output after the match.
                     self.cursor = found.seq;
                     return Some(self.fired(index, |result| result.found = Some(found)));
                 }
@@ -331,7 +334,8 @@ impl Waiting<'_> {
         }
     }
 
-    /// On a thread of its own: an expression may be slow, and workers serve others.
+    /// Runs the search on a blocking thread: an expression may be slow, and async workers serve
+    /// other connections.
     async fn search(&mut self, chunks: Vec<(u64, Stream, Bytes)>) -> Found {
         let Some(mut search) = self.search.take() else {
             return Found::Nothing;
@@ -349,7 +353,7 @@ impl Waiting<'_> {
         found
     }
 
-    /// Looks at what the process and its descendants are doing.
+    /// Inspects the process and its descendants.
     async fn look(&mut self) -> Option<WaitForResult> {
         let began = Instant::now();
         let process = self.process;
@@ -364,7 +368,7 @@ impl Waiting<'_> {
             .collect();
         let tty = self.index(|one| matches!(one, Compiled::TtyRead));
         let members = process.members().await;
-        // Never closed.
+        // This semaphore is never closed.
         let permit = LOOKING.acquire().await;
         let (port, reader) = blocking(move || {
             let port = ports.into_iter().find_map(|(index, wanted)| {
@@ -383,7 +387,8 @@ impl Waiting<'_> {
         }
         let next_seq = self.process.with_log(|log| log.next_seq());
         if let (Some(index), Some(pid)) = (tty, reader) {
-            // Twice with nothing written in between: what it wrote before is in the log by now.
+            // The process was seen waiting twice without output in between: all its earlier output
+            // is in the log now.
             if self.reader == Some((pid, next_seq)) && next_seq == self.cursor + 1 {
                 return Some(self.fired(index, |result| result.pid = Some(pid)));
             }
@@ -427,16 +432,16 @@ impl Waiting<'_> {
     }
 }
 
-/// What a search of new output brought.
+/// Result of a search of new output.
 #[derive(Debug, PartialEq, Eq)]
 enum Found {
     Nothing,
-    /// It ends where the output ends, and might not if there were more.
+    /// The match ends at the end of the output; more output could change it.
     Tentative(usize, Match),
     Definite(usize, Match),
 }
 
-/// The latest output of each stream, and what to look for in it.
+/// Latest output of each stream and the expressions to search for.
 #[derive(Debug)]
 struct Search {
     any: Vec<Compiled>,
@@ -444,13 +449,13 @@ struct Search {
     windows: [Window; 3],
 }
 
-/// The latest output of one stream.
+/// Latest output of one stream.
 #[derive(Debug, Default)]
 struct Window {
     bytes: Vec<u8>,
-    /// Where searching begins; what is before is for assertions to look back at.
+    /// Where the search begins; bytes before it are only context for look-behind assertions.
     start: usize,
-    /// Where each chunk ends, and its number.
+    /// End offset and sequence number of each chunk.
     ends: Vec<(usize, u64)>,
 }
 
@@ -465,9 +470,10 @@ impl Search {
         }
     }
 
-    /// Searches what is new, together with what came just before.
+    /// Searches new output together with the output just before it.
     ///
-    /// Of several matches the one that ends first counts, then the one of the earlier condition.
+    /// Of several matches, the one that ends first counts; among equals, the one of the earlier
+    /// condition.
     fn feed(&mut self, chunks: &[(u64, Stream, Bytes)]) -> Found {
         let mut best: Option<(u64, usize, bool, Match)> = None;
         for (stream, window) in STREAMS.into_iter().zip(&mut self.windows) {
@@ -512,8 +518,8 @@ impl Search {
 }
 
 impl Window {
-    /// The number of the chunk where the first match ends, whether that is the end of everything,
-    /// and the text.
+    /// The first match: the sequence number of the chunk where it ends, whether it ends at the end
+    /// of the data, and its text.
     fn find(&self, regex: &Regex) -> Option<(u64, bool, String)> {
         let found = regex.find(Input::new(&self.bytes).range(self.start..))?;
         let (seq, at_end) = match self.ends.iter().find(|(end, _)| *end >= found.end()) {
@@ -525,7 +531,7 @@ impl Window {
         Some((seq, at_end, text))
     }
 
-    /// Drops what no match that is yet to come can begin in.
+    /// Drops data in which no future match can begin.
     fn trim(&mut self) {
         let begin = self.bytes.len().saturating_sub(MATCH_BYTES);
         let gone = begin.saturating_sub(CONTEXT_BYTES);
@@ -534,7 +540,7 @@ impl Window {
         for (end, _) in &mut self.ends {
             *end = end.saturating_sub(gone);
         }
-        // A match never ends in a chunk of which nothing is left.
+        // A match never ends in a chunk that was dropped completely.
         let first = self.ends.partition_point(|(end, _)| *end <= self.start);
         let first = first.min(self.ends.len().saturating_sub(1));
         self.ends.drain(..first);
@@ -571,7 +577,7 @@ mod tests {
     }
 
     #[test]
-    fn matches_lie_across_chunks() {
+    fn match_across_chunks_is_found() {
         let mut search = search(&["listening on [0-9]+\n"]);
         assert_eq!(feed(&mut search, 1, b"starting\nlist"), Found::Nothing);
         assert_eq!(feed(&mut search, 2, b"ening on 80"), Found::Nothing);
@@ -581,14 +587,14 @@ mod tests {
     }
 
     #[test]
-    fn a_match_that_can_grow_waits_for_more() {
+    fn match_that_can_grow_waits_for_more_output() {
         let mut search = search(&["port [0-9]+", "READY"]);
         let grows = Found::Tentative(0, found(1, "port 80"));
         assert_eq!(feed(&mut search, 1, b"port 80"), grows);
         let grown = Found::Definite(0, found(2, "port 8080"));
         assert_eq!(feed(&mut search, 2, b"80 "), grown);
         let ready = Found::Definite(1, found(3, "READY"));
-        // The first match is still in the window; what ends first counts.
+        // The first match is still in the window; the match that ends first counts.
         assert_eq!(
             feed(&mut search, 3, b"READY"),
             Found::Definite(0, found(2, "port 8080"))
@@ -601,11 +607,11 @@ mod tests {
     }
 
     #[test]
-    fn assertions_know_what_came_before() {
+    fn assertions_see_the_bytes_before_the_window() {
         let mut search = search(&[r"(?m)^ready", r"\bgo\b"]);
         let filler = vec![b'x'; MATCH_BYTES * 2];
         assert_eq!(feed(&mut search, 1, &filler), Found::Nothing);
-        // No line begins where the window does, nor does a word.
+        // Neither a line nor a word begins at the start of the window.
         assert_eq!(
             feed(&mut search, 2, b"ready go-"),
             Found::Definite(1, found(2, "go"))
@@ -621,7 +627,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_are_searched_for_themselves() {
+    fn streams_are_searched_separately() {
         let mut search = search(&["ab"]);
         let chunk = |seq, stream, text| (seq, stream, Bytes::from_static(text));
         let mixed = [
@@ -634,7 +640,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_are_no_text_are_searched_too() {
+    fn invalid_utf8_is_searched() {
         let mut search = search(&[r"(?-u:\xff)\x00"]);
         let Found::Definite(0, found) = feed(&mut search, 1, b"a\xff\0b") else {
             panic!("not found")
@@ -643,7 +649,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_bounded() {
+    fn search_window_is_bounded() {
         let mut search = search(&["never"]);
         for seq in 1..2000 {
             feed(&mut search, seq, &[b'x'; 1000]);
@@ -654,7 +660,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_conditions_are_refused() {
+    fn invalid_conditions_are_rejected() {
         let compile = |regex: &str| {
             let regex = regex.to_owned();
             let stream = None;
@@ -674,9 +680,9 @@ mod tests {
     }
 
     proptest! {
-        /// However output is cut, what is found first is what a search of all of it finds.
+        /// A search of output in chunks finds the same first match as a search of the whole output.
         #[test]
-        fn cuts_make_no_difference(
+        fn chunked_search_equals_whole_search(
             text in "[abc\n]{0,60}",
             cuts in proptest::collection::vec(1usize..10, 0..20),
             regex in prop::sample::select(vec![

@@ -1,7 +1,8 @@
-//! The files that configure clients on this machine: which there are, and what they say.
+//! Codex configuration files: layers, trusted projects and key selection.
 //!
-//! Owns the order of files, which projects are trusted and how keys are selected. Knows no client:
-//! names and places of files are settings, and what they say is nobody's business here.
+//! Decides the order of the files, which projects are trusted, and how keys are selected. Does not
+//! depend on a client: file names and directories are settings, and the values are not interpreted
+//! here.
 
 use std::fmt;
 use std::fs::File;
@@ -15,30 +16,30 @@ use exec_server_protocol::limits::MAX_CONFIG_BYTES;
 use rustix::fs::OFlags;
 use toml::{Table, Value};
 
-/// Directories from the top of a project down to where a client works.
+/// Maximum number of directories between the root of a project and `cwd`.
 const MAX_PROJECT_DEPTH: usize = 128;
 
-/// Where files are, and what they are called.
+/// Locations and names of the configuration files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigFiles {
-    /// The directory of the whole machine.
+    /// The system-wide directory.
     pub system: PathBuf,
-    /// The directory of the user.
+    /// The user's directory.
     pub home: PathBuf,
-    /// The name of the configuration, in each of them and in projects.
+    /// Name of the configuration file in the system, user and project directories.
     pub config: String,
-    /// The name of what must hold, whatever the configuration says; of the whole machine alone.
+    /// Name of the system-wide file with requirements, which the configuration cannot override.
     pub requirements: String,
-    /// The name of a configuration of the whole machine that wins over all others.
+    /// Name of the system-wide configuration file that overrides all others.
     pub managed: String,
-    /// The directory that holds the configuration of a project.
+    /// Name of the directory that holds the configuration of a project.
     pub project_directory: String,
-    /// What the top of a project holds.
+    /// Name of the entry that marks the root of a project.
     pub project_marker: String,
 }
 
 impl ConfigFiles {
-    /// The files of Codex, with the user's in this directory.
+    /// The files of Codex, with `home` as the user's directory.
     pub fn codex(home: PathBuf) -> Self {
         Self {
             system: "/etc/codex".into(),
@@ -51,13 +52,13 @@ impl ConfigFiles {
         }
     }
 
-    /// What the files say of these keys, for somebody who works in `cwd`.
+    /// The configured values of these keys for a client that works in `cwd`.
     ///
-    /// Blocks on the disk.
+    /// Blocks on disk IO.
     ///
     /// # Errors
     ///
-    /// When a file is there and cannot be read or understood; says where.
+    /// When a file exists and cannot be read or parsed; the error names the location.
     pub fn read_config(
         &self,
         cwd: &Path,
@@ -72,7 +73,7 @@ impl ConfigFiles {
         let user = stack.add("user", &self.home.join(&self.config))?;
         for directory in self.trusted(cwd, user.as_ref()) {
             let place = directory.join(&self.project_directory);
-            // The user's own directory may be where a project would have its: it counts once.
+            // The user's own directory may also be a project directory: it is read only once.
             if place != self.home {
                 stack.add("project", &place.join(&self.config))?;
             }
@@ -81,13 +82,13 @@ impl ConfigFiles {
         Ok(stack.stack)
     }
 
-    /// What must hold, of these keys.
+    /// The requirements for these keys.
     ///
-    /// Blocks on the disk.
+    /// Blocks on disk IO.
     ///
     /// # Errors
     ///
-    /// As [`ConfigFiles::read_config`].
+    /// Same as [`ConfigFiles::read_config`].
     pub fn read_requirements(&self, keys: &[Vec<String>]) -> Result<ConfigStack, ConfigError> {
         if keys.is_empty() {
             return Ok(ConfigStack::default());
@@ -97,7 +98,7 @@ impl ConfigFiles {
         Ok(stack.stack)
     }
 
-    /// Directories whose configuration counts, from the top of the project down.
+    /// Directories whose configuration is used, from the root of the project down.
     fn trusted(&self, cwd: &Path, user: Option<&Table>) -> Vec<PathBuf> {
         let projects = user.and_then(|user| user.get("projects")?.as_table());
         let Some(projects) = projects else {
@@ -129,7 +130,7 @@ impl ConfigFiles {
     }
 }
 
-/// Whether a project begins here. An empty directory of that name is none of git's.
+/// Whether a project begins here. Git does not accept an empty marker directory.
 fn is_top(marker: &Path) -> bool {
     match marker.metadata() {
         Ok(metadata) if metadata.is_dir() => marker
@@ -140,7 +141,7 @@ fn is_top(marker: &Path) -> bool {
     }
 }
 
-/// Without links as far as it exists, so that a project is the same however one got there.
+/// Resolves links as far as the path exists, so that each project has one path.
 fn absolute(path: &Path) -> PathBuf {
     let mut missing = Vec::new();
     for directory in path.ancestors() {
@@ -153,43 +154,43 @@ fn absolute(path: &Path) -> PathBuf {
     path.to_owned()
 }
 
-/// Why a file counts for nothing.
+/// Errors of reading a configuration file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error("{path}: {source}", path = path.display())]
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The error from the system.
         source: io::Error,
     },
-    /// It is too large.
+    /// The file is too large.
     #[error("{path}: exceeds the limit of {MAX_CONFIG_BYTES} bytes", path = .0.display())]
     TooLarge(PathBuf),
-    /// It is no file.
+    /// The path is not a regular file.
     #[error("{path}: not a regular file", path = .0.display())]
     NotAFile(PathBuf),
-    /// It makes no sense.
+    /// The file is not valid TOML.
     #[error("{place}: {reason}")]
     Syntax {
-        /// Where.
+        /// Position of the error.
         place: Place,
-        /// Why.
+        /// The parser's message.
         reason: String,
     },
-    /// Its path cannot be told.
+    /// The path cannot be represented in the result.
     #[error("{path}: {reason}", path = path.display())]
     Path {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
 
-/// A place in a file, counted from one; columns are characters.
+/// Position in a file, counted from 1; columns are characters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
     path: PathBuf,
@@ -232,7 +233,7 @@ impl<'a> Stack<'a> {
         }
     }
 
-    /// Adds what a file says of the keys, if it is there and says anything; all of it is returned.
+    /// Adds the values that a file sets for the keys, if the file exists; returns the whole file.
     fn add(&mut self, kind: &str, path: &Path) -> Result<Option<Table>, ConfigError> {
         let Some(table) = read(path)? else {
             return Ok(None);
@@ -254,20 +255,20 @@ impl<'a> Stack<'a> {
         Ok(Some(table))
     }
 
-    /// What comes from elsewhere wins over all so far.
+    /// Values of the layers added after this call override all earlier layers.
     fn mark(&mut self) {
         self.stack.cloud_insertion_index = self.stack.layers.len();
     }
 }
 
-/// Reads a file, if it is there.
+/// Reads a file, if it exists.
 fn read(path: &Path) -> Result<Option<Table>, ConfigError> {
     let failed = |source| ConfigError::Io {
         path: path.to_owned(),
         source,
     };
     let flags = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or(0);
-    // A pipe of that name must not hold us up.
+    // Opening must not wait if the path is a pipe.
     let opened = File::options().read(true).custom_flags(flags).open(path);
     let file = match opened {
         Ok(file) => file,
@@ -305,8 +306,8 @@ fn read(path: &Path) -> Result<Option<Table>, ConfigError> {
     Ok(Some(table))
 }
 
-/// What a table holds of these keys. Where a key leads through something that is no table, that is
-/// what there is to tell.
+/// The parts of a table that these keys select. If a key path leads through a value that is not a
+/// table, that value is returned.
 fn select(table: &Table, keys: &[&[String]]) -> Table {
     let mut selected = Table::new();
     for key in keys {
@@ -356,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_select_parts() {
+    fn select_returns_requested_keys() {
         let text = "m = 1\n[a.b]\nc = 1\nd = 2\n[a.e]\nf = 3\n[[l]]\nx = 1\n";
         assert_eq!(selected(text, &[&["m"]]), "m = 1\n");
         assert_eq!(selected(text, &[&["a", "b", "c"]]), "[a.b]\nc = 1\n");
@@ -368,14 +369,14 @@ mod tests {
             selected(text, &[&["a", "b", "c"], &["a"]]),
             "[a.b]\nc = 1\nd = 2\n\n[a.e]\nf = 3\n"
         );
-        // What is in the way is told.
+        // A value on the path that is not a table is returned.
         assert_eq!(selected(text, &[&["m", "x"]]), "m = 1\n");
         assert_eq!(selected(text, &[&["l", "x"]]), "[[l]]\nx = 1\n");
         assert_eq!(selected(text, &[&["z"], &["a", "z"]]), "");
     }
 
     #[test]
-    fn places_count_lines_and_characters() {
+    fn position_counts_lines_and_characters() {
         let text = "a = 1\nü = \nb";
         let place = Place::at(Path::new("/x"), text, text.find("= \n").unwrap());
         assert_eq!(place.to_string(), "/x:2:3");
@@ -383,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn projects_count_when_they_are_trusted() {
+    fn only_trusted_projects_are_read() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().canonicalize().unwrap();
         let (project, home) = (root.join("p"), root.join("home"));
@@ -414,7 +415,7 @@ mod tests {
         assert_eq!(read(&sub).0, "system p sub managed");
         assert_eq!(read(&project).0, "system p managed");
         assert_eq!(read(&root).0, "system managed");
-        // A word about a directory counts more than one about the project.
+        // The trust setting of a directory overrides that of its project.
         let both = trust(&project, "trusted") + &trust(&project.join("sub"), "untrusted");
         write("home/config.toml", &both);
         assert_eq!(read(&sub).0, "system p managed");

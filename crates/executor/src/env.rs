@@ -1,13 +1,13 @@
-//! The environment of a child: from a policy, the request and a list of names that never pass.
+//! Environment of a child process, built from a policy, the request and a list of blocked names.
 //!
-//! Works on values; reading the server's own environment is the caller's business.
+//! Works on values; the caller reads the server's own environment.
 
 use std::collections::BTreeMap;
 
 use exec_server_protocol::process::{EnvPolicy, Inherit};
 
-/// Names that are never given to a child, whatever the request says: they hold credentials of the
-/// server or of a peer that runs inside one.
+/// Names that a child process never receives, whatever the request says: they hold credentials of
+/// the server or of a peer that runs inside one.
 const NEVER: [&str; 6] = [
     "CODEX_EXEC_SERVER_NOISE_AUTH_TOKEN",
     "NODE_REPL_AUTH_TOKEN",
@@ -17,19 +17,19 @@ const NEVER: [&str; 6] = [
     "CODEX_EXEC_SERVER_EXIT_ON_STDIN_CLOSE",
 ];
 
-/// Names that `inherit: core` takes over.
+/// Names that `inherit: core` copies.
 const CORE: [&str; 11] = [
     "PATH", "SHELL", "TMPDIR", "TEMP", "TMP", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME",
     "USER",
 ];
 
-/// Names that are dropped unless the policy says otherwise.
+/// Names that are removed unless the policy disables this.
 const DEFAULT_EXCLUDES: [&str; 3] = ["*KEY*", "*SECRET*", "*TOKEN*"];
 
-/// Builds a child's environment.
+/// Builds the environment of a child process.
 ///
-/// Without a policy it is exactly `overlay`. With one it begins with the server's `own`
-/// environment, filtered, and `overlay` is laid over it unfiltered.
+/// Without a policy it is exactly `overlay`. With a policy it is the filtered environment `own` of
+/// the server, then `overlay` is added unfiltered.
 pub fn build(
     own: &BTreeMap<String, String>,
     policy: Option<&EnvPolicy>,
@@ -45,8 +45,8 @@ pub fn build(
     env
 }
 
-/// What of variables that start-up files have set passes: what a policy would let through if the
-/// server's own environment had them.
+/// Filters variables that start-up files of a shell set, with the same rules as if they were in the
+/// server's own environment.
 pub(crate) fn filter(
     set: BTreeMap<String, String>,
     policy: Option<&EnvPolicy>,
@@ -87,12 +87,12 @@ fn apply(own: &BTreeMap<String, String>, policy: &EnvPolicy) -> BTreeMap<String,
     env
 }
 
-/// Matches a whole name without regard to case: `*` is any run, `?` any one character.
+/// Matches a whole name, ignoring case: `*` matches any characters, `?` exactly one.
 fn glob(pattern: &str, name: &str) -> bool {
     let pattern: Vec<char> = pattern.chars().flat_map(char::to_lowercase).collect();
     let name: Vec<char> = name.chars().flat_map(char::to_lowercase).collect();
-    // Greedy with one point of return, which is enough for `*`: linear in practice, and at worst
-    // the product of both lengths.
+    // Greedy match with one backtrack point, which is enough for `*`: linear in practice, and at
+    // worst the product of both lengths.
     let (mut p, mut n) = (0, 0);
     let mut star: Option<(usize, usize)> = None;
     while n < name.len() {
@@ -140,13 +140,13 @@ mod tests {
     }
 
     #[test]
-    fn without_a_policy_it_is_the_request_alone() {
+    fn build_without_policy_uses_only_the_request() {
         let own = map(&[("HOME", "/root")]);
         assert_eq!(build(&own, None, &map(&[("A", "1")])), map(&[("A", "1")]));
     }
 
     #[test]
-    fn policies_filter_then_set_then_narrow() {
+    fn policy_filters_then_sets_then_narrows() {
         let own = map(&[
             ("HOME", "/h"),
             ("API_KEY", "k"),
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn some_names_never_pass() {
+    fn blocked_names_are_always_removed() {
         let secret = map(&[("openai_identity_token_file", "x"), ("FINE", "1")]);
         let all = EnvPolicy {
             ignore_default_excludes: true,

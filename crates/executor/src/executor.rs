@@ -1,7 +1,7 @@
-//! The executor: what all processes of one program share.
+//! Executor: the state that all processes of one program share.
 //!
-//! Owns the defaults, the count of live processes and the list of children that are looked after,
-//! so that adopted orphans can be told from them.
+//! Holds the defaults, the number of live processes, and the set of child processes that have a
+//! supervisor, which distinguishes them from adopted orphans.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -34,15 +34,15 @@ use crate::spec::{Spec, StartError};
 use crate::sys::reap::{self, Reaped};
 use crate::sys::{child_ends, poll};
 
-/// Bounds that may change while processes run.
+/// Limits that may change while processes run.
 #[derive(Debug, Clone, Copy)]
 pub struct ExecutorLimits {
-    /// How much output a process retains.
+    /// How much output each process retains.
     pub retention: Retention,
-    /// Live processes at one time.
+    /// Maximum number of live processes.
     pub max_processes: usize,
-    /// How long an ended process's output may be silent before a descendant that holds it open is
-    /// no longer waited for.
+    /// Time without output after which the executor stops waiting for a descendant that keeps the
+    /// output of an exited process open.
     pub inherited_output_grace: Duration,
 }
 
@@ -56,21 +56,21 @@ impl Default for ExecutorLimits {
     }
 }
 
-/// What all processes have in common.
+/// Settings of an executor.
 #[derive(Debug, Clone, Default)]
 pub struct ExecutorConfig {
-    /// Bounds to begin with.
+    /// Initial limits.
     pub limits: ExecutorLimits,
     /// The environment that policies start from: usually this program's own.
     pub environment: BTreeMap<String, String>,
-    /// An `exec-server` executable that launches sandboxes; this program's own if it begins its
-    /// `main` with [`crate::sandbox::launcher::dispatch`].
+    /// Path of an `exec-server` executable that launches sandboxes. May be this program's own path
+    /// if its `main` begins with [`crate::sandbox::launcher::dispatch`].
     pub launcher: Option<PathBuf>,
-    /// Files and directories that no sandbox with a restricted view may see: keys, tokens.
+    /// Files and directories that are hidden in every sandbox with a restricted view: keys, tokens.
     pub hidden: Vec<PathBuf>,
 }
 
-/// Starts processes; cheap to clone.
+/// Starts processes. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Executor {
     inner: Arc<Inner>,
@@ -79,38 +79,38 @@ pub struct Executor {
 #[derive(Debug)]
 struct Inner {
     config: ExecutorConfig,
-    /// The bounds in force.
+    /// The current limits.
     limits: RwLock<ExecutorLimits>,
-    /// `/dev/null`, the input of processes without one.
+    /// `/dev/null`, used as stdin of processes without input.
     null: OwnedFd,
-    /// What launches sandboxes, and what it can do here.
+    /// Launches sandboxes, and knows the sandbox features of this machine.
     launcher: Launcher,
-    /// Processes that do file work under a policy.
+    /// Helper processes that run file operations under a policy.
     helpers: Helpers,
-    /// Goes last: what sandboxes have left on the disk goes with it.
+    /// Dropped last: removes the files that sandboxes left on disk.
     _keeper: Keeper,
     live: Arc<Live>,
-    /// What all logs retain.
+    /// Counts the output retained by all logs.
     retained: Meter,
-    /// Children that a supervisor looks after. Reaping happens under this lock, so that a number
-    /// that is reused right away is not mistaken for its former owner.
+    /// Child processes that have a supervisor. Reaping happens under this lock, so that a pid that
+    /// is reused immediately is not mistaken for its former owner.
     managed: Mutex<HashSet<Pid>>,
-    /// Shared by those who start children, exclusive to whoever reaps orphans: a child that is not
-    /// in the list yet must not be taken for one.
+    /// Held shared while a child is started and exclusively while orphans are reaped: a child that
+    /// is not in the set yet must not be taken for an orphan.
     starting: RwLock<()>,
 }
 
 #[derive(Debug, Default)]
 struct Live {
     count: AtomicUsize,
-    /// The last one has ended.
+    /// Notified when the last process has ended.
     idle: Notify,
 }
 
-/// Notice of children that have ended.
+/// Source of notifications that child processes ended.
 enum ChildEnds {
     Descriptor(AsyncFd<OwnedFd>),
-    /// In a program that has not blocked SIGCHLD.
+    /// For a program that has not blocked SIGCHLD.
     Signal(tokio::signal::unix::Signal),
 }
 
@@ -122,7 +122,7 @@ impl ChildEnds {
         })
     }
 
-    /// Waits until a child has ended; false when the runtime ends.
+    /// Waits until a child process has ended; returns false when the runtime shuts down.
     async fn wait(&mut self) -> bool {
         match self {
             Self::Descriptor(fd) => fd.readable().await.is_ok(),
@@ -132,7 +132,7 @@ impl ChildEnds {
 
     fn clear(&mut self) {
         if let Self::Descriptor(fd) = self {
-            // As long as one `signalfd_siginfo`; what it says of one child is of no interest.
+            // Size of one `signalfd_siginfo`; its content is not used.
             let mut signal = [0; 128];
             let mut read = || {
                 fd.try_io(Interest::READABLE, |fd| {
@@ -144,15 +144,15 @@ impl ChildEnds {
     }
 }
 
-/// What became of orphans that have ended.
+/// Result of reaping orphans.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Orphans {
     Reaped,
-    /// A supervisor is about to reap its child, and there may be others behind it.
+    /// A supervisor is about to reap its child; orphans may be queued behind that child.
     Waiting,
 }
 
-/// The place of one live process.
+/// One live process in the count of live processes.
 #[derive(Debug)]
 pub(crate) struct Slot(Arc<Live>);
 
@@ -165,7 +165,7 @@ impl Drop for Slot {
 }
 
 impl Executor {
-    /// An executor with these settings.
+    /// Creates an executor with these settings.
     ///
     /// # Errors
     ///
@@ -189,23 +189,23 @@ impl Executor {
         })
     }
 
-    /// The settings.
+    /// Returns the settings.
     pub fn config(&self) -> &ExecutorConfig {
         &self.inner.config
     }
 
-    /// The bounds in force.
+    /// Returns the current limits.
     pub fn limits(&self) -> ExecutorLimits {
         *self.inner.limits.read()
     }
 
-    /// Sets other bounds, for what is started from now on.
+    /// Replaces the limits for processes that are started from now on.
     pub fn set_limits(&self, limits: ExecutorLimits) {
         let mut current = self.inner.limits.write();
         *current = limits;
     }
 
-    /// Live processes right now.
+    /// Number of live processes.
     pub fn live(&self) -> usize {
         self.inner.live.count.load(Ordering::Relaxed)
     }
@@ -215,7 +215,7 @@ impl Executor {
         self.inner.retained.bytes()
     }
 
-    /// Bytes of output that were ever evicted.
+    /// Total bytes of output evicted so far.
     pub fn evicted_bytes(&self) -> u64 {
         self.inner.retained.evicted()
     }
@@ -224,7 +224,7 @@ impl Executor {
         self.inner.retained.clone()
     }
 
-    /// Waits until no process is live.
+    /// Waits until there is no live process.
     pub async fn idle(&self) {
         loop {
             let idle = self.inner.live.idle.notified();
@@ -237,12 +237,11 @@ impl Executor {
 
     /// Starts a process.
     ///
-    /// Needs a tokio runtime. If this future is dropped, a process that is just being started is
-    /// killed.
+    /// Needs a tokio runtime. If this future is dropped, a process that is being started is killed.
     ///
     /// # Errors
     ///
-    /// Says what is missing or refused; nothing is left behind.
+    /// The error names what is missing or was refused; no process or resource is left behind.
     pub async fn start(&self, spec: Spec) -> Result<Process, StartError> {
         let live = &self.inner.live;
         let slot = Slot(Arc::clone(live));
@@ -253,30 +252,32 @@ impl Executor {
         process::start::start(self, slot, spec).await
     }
 
-    /// Makes this process the parent of its descendants' orphans and reaps them as they end.
+    /// Makes this process the parent of its descendants' orphans and reaps them when they end.
     ///
-    /// For programs that have no other children, like a server: it waits for any child. The task
-    /// that does it lives as long as the runtime.
+    /// For programs that have no other child processes, like a server: it waits for any child. The
+    /// task that does this runs as long as the runtime.
     ///
     /// # Errors
     ///
-    /// When the kernel refuses, or signals cannot be waited for.
+    /// When the kernel refuses, or signals cannot be awaited.
     pub fn adopt_orphans(&self) -> io::Result<()> {
-        /// How long an orphan may stay a zombie, and control groups that could not be removed.
+        /// Pause between two reaping rounds while a zombie may remain, and between attempts to
+        /// remove control groups.
         const PERIOD: Duration = Duration::from_millis(250);
         crate::tree::adopt_orphans()?;
         let mut ended = ChildEnds::new()?;
         let this = self.clone();
         tokio::spawn(async move {
-            // Signals of children that have ended before do not come again.
+            // Signals of children that ended earlier are not repeated, so the first round runs
+            // immediately.
             let mut again = true;
             loop {
                 if !again && !ended.wait().await {
                     return;
                 }
-                // Children that end together are reaped together.
+                // Reaps children that end together in one round.
                 tokio::time::sleep(PERIOD).await;
-                // What ends from now on is noticed again.
+                // Children that end after this call are reported again.
                 ended.clear();
                 let waits = this.reap_orphans() == Orphans::Waiting;
                 again = limits::sweep() || waits;
@@ -285,7 +286,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Reaps ended orphans.
+    /// Reaps orphans that have ended.
     fn reap_orphans(&self) -> Orphans {
         while let Some(pid) = reap::any_ended() {
             let _alone = self.inner.starting.write();
@@ -309,17 +310,17 @@ impl Executor {
         &self.inner.helpers
     }
 
-    /// Where file work under this policy is done.
+    /// File operations under this policy.
     ///
     /// # Errors
     ///
-    /// [`FsError::Params`] when the policy depends on a directory and names none.
+    /// [`FsError::Params`] when the policy depends on a directory and does not name one.
     pub fn files(&self, sandbox: Option<Sandbox>, intent: Intent) -> Result<Files, FsError> {
         Files::new(self, sandbox, intent)
     }
 
-    /// Where a file request is done, according to its policy, which is taken out of it. Checks its
-    /// params; touches no file.
+    /// Selects where a file request runs, according to its policy, and takes the policy out of the
+    /// request. Checks the parameters; accesses no file.
     ///
     /// # Errors
     ///
@@ -330,18 +331,18 @@ impl Executor {
         self.files(request.sandbox_mut().take(), intent)
     }
 
-    /// Ends processes that wait for file work, with what they hold on the disk; blocks.
+    /// Stops idle file helper processes and removes their files from disk. Blocks.
     pub fn end_helpers(&self) {
         self.inner.helpers.clear();
         self.inner.launcher.end_standby();
         placeholder::clear();
     }
 
-    /// Starts a process that does file work.
+    /// Starts a file helper process.
     pub(crate) fn launch_helper(&self, errand: &Errand) -> Result<OwnedFd, StartError> {
         let path = self.inner.launcher.path()?;
         let null = self.null();
-        // A launcher that was forked is found by its number, which nobody may reap meanwhile.
+        // A forked launcher is identified by its pid, which must not be reaped meanwhile.
         let _shared = self.inner.starting.read();
         let request = sandbox::Request {
             streams: [null; 3],
@@ -362,9 +363,9 @@ impl Executor {
         Ok(pidfd)
     }
 
-    /// What this machine can enforce on sandboxed processes.
+    /// Returns which sandbox features this machine supports.
     ///
-    /// Blocks the first time, while it is found out.
+    /// The first call blocks while it runs the probes.
     ///
     /// # Errors
     ///
@@ -374,7 +375,7 @@ impl Executor {
         self.inner.launcher.host(&self.inner.null)
     }
 
-    /// Runs `launch` such that its child is never taken for an orphan.
+    /// Runs `launch` so that its child process is never taken for an orphan.
     pub(crate) fn register<T, E>(
         &self,
         launch: impl FnOnce() -> Result<(Pid, T), E>,
@@ -385,7 +386,7 @@ impl Executor {
         Ok((pid, rest))
     }
 
-    /// Reaps a managed child if it has ended.
+    /// Reaps a supervised child process if it has ended.
     pub(crate) fn reap(&self, pid: Pid) -> io::Result<Option<Reaped>> {
         let mut managed = self.managed();
         let reaped = reap::try_reap(pid);

@@ -1,12 +1,12 @@
-//! What can be told without waiting for a disk.
+//! Non-blocking reads and stats from the page cache and the dentry cache.
 //!
-//! The kernel can be asked to fail rather than wait: to find a path among the names that it has in
-//! memory only (`RESOLVE_CACHED`, Linux 5.12), to read pages that it has in memory only
-//! (`RWF_NOWAIT`), to ask nobody for attributes (`AT_STATX_DONT_SYNC`). Most calls are about what was
-//! just used, and going to another thread for them costs several times what they do. Everything here
-//! may be called where nothing may block; `None` means that it has to be asked for properly.
+//! The kernel can fail instead of waiting: `RESOLVE_CACHED` (Linux 5.12) looks up a path only in
+//! the dentry cache, `RWF_NOWAIT` reads only pages in memory, `AT_STATX_DONT_SYNC` does not contact
+//! a file server. Most calls concern files that were just used, and moving them to another thread
+//! costs several times as much as the calls themselves. Everything here may be called where
+//! blocking is not allowed; `None` means that the caller has to use the blocking function.
 //!
-//! Only for filesystems of this machine: what the kernel remembers of others may be out of date.
+//! Only for local filesystems: cached data of remote filesystems may be out of date.
 
 use std::io::IoSliceMut;
 use std::path::Path;
@@ -17,8 +17,8 @@ use rustix::io::{Errno, ReadWriteFlags};
 
 use super::{FsError, Links, Metadata, at};
 
-/// Filesystems that keep what is in use of them in memory: bcachefs, btrfs, erofs, ext2 to 4, f2fs,
-/// overlayfs, ramfs, squashfs, tmpfs, xfs, zfs.
+/// Local filesystems that cache what is in use: bcachefs, btrfs, erofs, ext2 to 4, f2fs, overlayfs,
+/// ramfs, squashfs, tmpfs, xfs, zfs.
 const LOCAL: [u64; 11] = [
     0xca45_1a4e,
     0x9123_683e,
@@ -33,13 +33,14 @@ const LOCAL: [u64; 11] = [
     0x2fc1_2fc1,
 ];
 
-/// Devices that hold such filesystems, as far as they came up.
+/// Devices that hold such filesystems and were seen so far.
 static DEVICES: RwLock<Vec<(u32, u32)>> = RwLock::new(Vec::new());
 
-/// More than a machine has in use; beyond it, the rest is asked for properly.
+/// More devices than a machine usually has in use; files on further devices use the blocking
+/// functions.
 const MAX_DEVICES: usize = 64;
 
-/// Finds out about the filesystem of a path, so that it may be asked at once from now on. May block.
+/// Records the filesystem of a path, so that later calls can use the cache. May block.
 pub(crate) fn learn(path: &Path) {
     let Ok(found) = rustix::fs::statx(CWD, path, AtFlags::empty(), StatxFlags::BASIC_STATS) else {
         return;
@@ -50,7 +51,7 @@ pub(crate) fn learn(path: &Path) {
     let Ok(system) = rustix::fs::statfs(path) else {
         return;
     };
-    // Sign extension is of no interest: the numbers have 32 bits.
+    // The sign extension is dropped: the magic numbers have 32 bits.
     if LOCAL.contains(&(system.f_type as u64 & 0xffff_ffff)) {
         let mut devices = DEVICES.write();
         if devices.len() < MAX_DEVICES {
@@ -79,7 +80,7 @@ fn stat_at_once(fd: impl std::os::fd::AsFd) -> Option<Statx> {
     is_known(&found).then_some(found)
 }
 
-/// As [`metadata`](fn@super::metadata), if that is possible without waiting.
+/// Same as [`metadata`](fn@super::metadata), if the answer is cached.
 pub(crate) fn metadata_at_once(path: &Path, links: Links) -> Option<Result<Metadata, FsError>> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let fd = match rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve(links)) {
@@ -113,7 +114,7 @@ pub(crate) fn metadata_at_once(path: &Path, links: Links) -> Option<Result<Metad
     }))
 }
 
-/// The content of a regular file of at most `max` bytes, if it can be had without waiting.
+/// The content of a regular file of at most `max` bytes, if all of it is cached.
 pub(crate) fn read_at_once(path: &Path, links: Links, max: usize) -> Option<Vec<u8>> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let fd = rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve(links)).ok()?;
@@ -122,7 +123,7 @@ pub(crate) fn read_at_once(path: &Path, links: Links, max: usize) -> Option<Vec<
     if FileType::from_raw_mode(found.stx_mode.into()) != FileType::RegularFile || size > max {
         return None;
     }
-    // One more shows whether it has grown meanwhile.
+    // One extra byte shows whether the file has grown meanwhile.
     let mut data = vec![0; size + 1];
     let mut buffers = [IoSliceMut::new(&mut data)];
     let read = rustix::io::preadv2(&fd, &mut buffers, 0, ReadWriteFlags::NOWAIT).ok()?;
@@ -141,13 +142,13 @@ mod tests {
     use super::super::metadata;
     use super::*;
 
-    /// The kernel may refuse for reasons of its own, but not for ever.
+    /// Retries the call: the kernel may refuse it temporarily.
     fn soon<T>(mut ask: impl FnMut() -> Option<T>) -> Option<T> {
         (0..1000).find_map(|_| ask())
     }
 
     #[test]
-    fn what_is_known_at_once_is_what_is_there() {
+    fn cached_metadata_and_content_match_the_file() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().canonicalize().unwrap();
         let file = dir.join("f");
@@ -158,7 +159,7 @@ mod tests {
         let local = LOCAL.contains(&(rustix::fs::statfs(&dir).unwrap().f_type as u64));
         let cached = |path: &Path, links| soon(|| metadata_at_once(path, links));
         if local && cached(&file, Links::Follow).is_some() {
-            // Following a link may have to be noted on the disk, and so may have to wait.
+            // Following a link may update its access time on disk, and so may have to wait.
             for (path, links, surely) in [
                 (&dir, Links::Follow, true),
                 (&file, Links::Follow, true),
@@ -176,7 +177,7 @@ mod tests {
             assert_eq!(read(&file, 5).unwrap(), b"hello");
             assert!(read(&dir.join("link"), 5).is_none_or(|data| data == b"hello"));
         }
-        // Whatever the system, these have to be asked for properly.
+        // On every system these need the blocking functions.
         for path in [
             dir.join("link"),
             "/proc/self/status".into(),

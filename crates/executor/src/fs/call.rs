@@ -1,7 +1,7 @@
-//! File requests: what each does, and what comes of it.
+//! File request dispatch: maps each `fs/*` request to a file operation and its result.
 //!
-//! The one place where an operation of the wire becomes work on files, in this process and in confined
-//! ones. [`crate::sandbox::files`] decides which of the two.
+//! The only module that turns a wire operation into file work, in this process and in confined
+//! helpers. [`crate::sandbox::files`] decides which of the two runs it.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -17,10 +17,10 @@ use exec_server_protocol::text::hex;
 use super::page::Page;
 use super::{Attributes, Cancelled, Directory, FsError, LinkAt, Links, Walked, at, search, uri_of};
 
-/// What came of a request. What may be large is left as it was found, for the caller to encode.
+/// Result of a file request. Large data is not encoded yet; the caller encodes it.
 #[derive(Debug)]
 pub enum Answer {
-    /// The file to be read, open.
+    /// The file to be read, already open.
     File {
         /// Its path.
         path: PathBuf,
@@ -29,21 +29,21 @@ pub enum Answer {
     },
     /// The whole content of the file to be read.
     Content(Vec<u8>),
-    /// What a directory holds.
+    /// The entries of a directory.
     Directory {
         /// The directory.
         path: PathUri,
-        /// Its names.
+        /// Its entries.
         found: Directory,
     },
-    /// What a walk found.
+    /// The result of a walk.
     Walked(Walked),
     /// The response to any other request.
     Response(FsResponse),
 }
 
 impl Answer {
-    /// The response with everything in it. Reads a file that is still to be read, so it may block.
+    /// Converts to the complete response. Reads a file that is still to be read, so it may block.
     ///
     /// # Errors
     ///
@@ -67,14 +67,14 @@ fn content(data: Vec<u8>) -> FsResponse {
 
 fn read_whole(path: &Path, mut file: &File) -> Result<Vec<u8>, FsError> {
     let size = file.metadata().map_err(at(path))?.len();
-    // A hint only: the file may be of any size by now.
+    // Only a hint: the size may have changed.
     let size = usize::try_from(size).unwrap_or(0).min(1 << 30);
     let mut data = Vec::with_capacity(size);
     file.read_to_end(&mut data).map_err(at(path))?;
     Ok(data)
 }
 
-/// Checks the params that can be wrong wherever the request is done.
+/// Checks the parameters whose validity does not depend on where the request runs.
 ///
 /// # Errors
 ///
@@ -90,7 +90,7 @@ pub(crate) fn check(request: &FsRequest) -> Result<(), FsError> {
         FsRequest::Walk(params) => {
             let page = Page::of(params.limit, params.after.as_deref())?;
             if page.is_some() && params.options.follow_directory_symlinks {
-                // Which targets have been listed is known to the request that listed them alone.
+                // Only the first request of a paged listing knows which link targets it has listed.
                 return Err(FsError::Params(
                     "a walk that follows links to directories has no pages: leave out `limit` and \
                      `after`"
@@ -122,12 +122,12 @@ pub(crate) fn native(path: &PathUri) -> Result<PathBuf, FsError> {
         .map_err(|error| FsError::Path(error.to_string()))
 }
 
-/// How a path with this option is looked up.
+/// Link handling for a path with this option.
 pub(crate) fn links(follow: bool) -> Links {
     if follow { Links::Follow } else { Links::Refuse }
 }
 
-/// Does what a request asks, in this process. May block.
+/// Performs a request in this process. May block.
 pub(crate) fn perform(request: FsRequest, cancelled: Cancelled<'_>) -> Result<Answer, FsError> {
     let response = match request {
         FsRequest::ReadFile(params) => {
@@ -226,8 +226,8 @@ fn done<M: FsMethod<Result = Empty>>() -> FsResponse {
     M::response(Empty {})
 }
 
-/// The error of a method that looks at what a path names rather than opens it: there a link at the end
-/// is a wrong request, as compatible peers have it.
+/// The error of a method that inspects a path without opening it: there, a link as the last
+/// component is an invalid request, as compatible peers report it.
 fn of_entry(error: FsError) -> FsError {
     match error {
         FsError::Symlink {
@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_read_whole_when_its_answer_becomes_a_response() {
+    fn file_answer_into_response_reads_the_whole_file() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("f");
         std::fs::write(&path, "hello").unwrap();
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mode_beyond_its_bits_is_refused_before_anything_is_done() {
+    fn invalid_mode_is_rejected_before_any_change() {
         let params = SetMetadataParams {
             path: PathUri::default(),
             mode: Some(0o10000),

@@ -1,4 +1,4 @@
-//! Directories: making them, and the names in them.
+//! Directories: creation and listing.
 
 use std::cmp::Ordering;
 use std::ffi::{CStr, OsStr};
@@ -18,17 +18,17 @@ use super::open::{file_type, is_link, link, open, parent};
 use super::page::{Page, cursor};
 use super::{Cancelled, FsError, LinkAt, Links, at};
 
-/// Names that one answer may hold.
+/// Maximum number of names in one response.
 pub const MAX_DIRECTORY_ENTRIES: usize = 50_000;
 
-/// What a name in a directory is.
+/// Type of a directory entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
     /// A directory.
     Directory,
     /// A regular file.
     File,
-    /// A symbolic link that was not looked through.
+    /// A symbolic link that was not followed.
     Symlink,
     /// A pipe, a socket or a device.
     Other,
@@ -45,7 +45,7 @@ impl From<FileType> for Kind {
     }
 }
 
-/// Names and what they are; all names lie in one buffer.
+/// Names and types of directory entries; all names lie in one buffer.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Listing {
     #[serde(with = "super::wire::bytes")]
@@ -61,7 +61,7 @@ struct Entry {
 }
 
 impl Listing {
-    /// Reads a whole directory; links are not looked through.
+    /// Reads a whole directory; links are not followed.
     pub(super) fn read(directory: impl AsFd, cancelled: Cancelled<'_>) -> Result<Self, ReadError> {
         let mut listing = Self::default();
         each_name(directory, cancelled, |_, name, kind| {
@@ -80,7 +80,7 @@ impl Listing {
         });
     }
 
-    /// Whether every name lies in the buffer; one from another process might not.
+    /// Whether every name lies in the buffer; a listing from another process may be invalid.
     pub(super) fn is_whole(&self) -> bool {
         self.entries.iter().all(|entry| {
             let end = entry.start.checked_add(entry.len);
@@ -92,7 +92,7 @@ impl Listing {
         &self.names[entry.start..entry.start + entry.len]
     }
 
-    /// The names, and what each is.
+    /// The names and their types.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&OsStr, Kind)> {
         let names = &self.names;
         self.entries.iter().map(move |entry| {
@@ -101,30 +101,30 @@ impl Listing {
         })
     }
 
-    /// The name at a position, and what it is.
+    /// The name at an index, and its type.
     pub(super) fn get(&self, position: usize) -> Option<(&OsStr, Kind)> {
         let entry = *self.entries.get(position)?;
         Some((OsStr::from_bytes(self.name(entry)), entry.kind))
     }
 
-    /// How many there are.
+    /// Number of names.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no names.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// Puts the names in the order of their text, U+FFFD standing for what is none.
+    /// Sorts the names by their text; invalid UTF-8 sorts as U+FFFD.
     pub(super) fn sort(&mut self) {
         let mut entries = std::mem::take(&mut self.entries);
         entries.sort_unstable_by(|one, other| self.order(*one, *other));
         self.entries = entries;
     }
 
-    /// Keeps the first `count` names in that order, and all names that are needed for it.
+    /// Keeps the first `count` names in that order, and drops the buffer space of the others.
     pub(super) fn keep_first(&mut self, count: usize) {
         if self.entries.len() <= count {
             return;
@@ -143,9 +143,9 @@ impl Listing {
     }
 }
 
-/// The order of names: that of their text, then that of their bytes.
+/// Sort order of names: by text, then by bytes.
 pub(super) fn order(one: &[u8], other: &[u8]) -> Ordering {
-    // Text, which nearly every name is, sorts as its bytes do.
+    // ASCII text, which nearly every name is, sorts in byte order.
     if one.is_ascii() && other.is_ascii() {
         return one.cmp(other);
     }
@@ -154,7 +154,7 @@ pub(super) fn order(one: &[u8], other: &[u8]) -> Ordering {
         .then_with(|| one.cmp(other))
 }
 
-/// Why a directory could not be read to its end.
+/// Reason why a directory was not read to its end.
 #[derive(Debug)]
 pub(super) enum ReadError {
     Io(Errno),
@@ -170,13 +170,13 @@ impl ReadError {
     }
 }
 
-/// Calls `found` with every name in a directory but `.` and `..`.
+/// Calls `found` with every name in a directory except `.` and `..`.
 pub(super) fn each_name(
     directory: impl AsFd,
     cancelled: Cancelled<'_>,
     mut found: impl FnMut(BorrowedFd<'_>, &CStr, Kind),
 ) -> Result<(), ReadError> {
-    /// About a thousand names for each system call.
+    /// 32 KiB: about a thousand names for each system call.
     const BUFFER_BYTES: usize = 32 * 1024;
     let directory = directory.as_fd();
     let mut buffer = Vec::with_capacity(BUFFER_BYTES);
@@ -193,7 +193,8 @@ pub(super) fn each_name(
             continue;
         }
         let kind = match entry.file_type() {
-            // Some filesystems do not say; a name that went meanwhile is left out.
+            // Some filesystems do not return the type; a name that was removed meanwhile is left
+            // out.
             FileType::Unknown => {
                 match rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
                     Ok(stat) => file_type(&stat).into(),
@@ -217,11 +218,11 @@ pub(super) fn open_directory(path: &Path) -> Result<OwnedFd, FsError> {
     Ok(open(path, flags, Mode::empty(), Links::Follow)?.into())
 }
 
-/// What a directory holds.
+/// The entries of a directory.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Directory {
     names: Listing,
-    /// What links say, by their position among the names; in order.
+    /// Link targets with the index of their name, in index order.
     targets: Vec<(usize, Vec<u8>)>,
     /// The cursor of the next page, if there is one.
     pub next: Option<String>,
@@ -235,22 +236,22 @@ impl Directory {
         self.names.push(name, kind);
     }
 
-    /// Whether it is consistent; one from another process might not be.
+    /// Whether the value is consistent; a value from another process may be invalid.
     pub(crate) fn is_whole(&self) -> bool {
         self.names.is_whole()
     }
 
-    /// How many names there are.
+    /// Number of names.
     pub fn len(&self) -> usize {
         self.names.len()
     }
 
-    /// Whether it is empty.
+    /// Whether there are no names.
     pub fn is_empty(&self) -> bool {
         self.names.is_empty()
     }
 
-    /// The names, what each is, and what it says if it is a link and that was asked for.
+    /// The names, their types, and the target of each link if targets were requested.
     pub fn entries(&self) -> impl Iterator<Item = (&OsStr, Kind, Option<&OsStr>)> {
         let mut targets = self.targets.iter().peekable();
         let entries = self.names.iter().enumerate();
@@ -260,7 +261,7 @@ impl Directory {
         })
     }
 
-    /// The result of `fs/readDirectory`, for the directory at this path.
+    /// The result of `fs/readDirectory` for the directory at this path.
     pub(super) fn into_result(self, directory: &PathUri) -> ReadDirectoryResult {
         let entries = self.entries().map(|(name, kind, says)| DirectoryEntry {
             file_name: name.to_string_lossy().into_owned(),
@@ -276,15 +277,15 @@ impl Directory {
     }
 }
 
-/// The names in a directory, in no order. Links count as what they lead to.
+/// The names in a directory, unsorted. A link has the type of its target.
 ///
-/// Links that lead nowhere are left out, unless links are to be listed `with_links`: then all of them
-/// are, with what they say.
+/// Dangling links are left out, unless `with_links` is set: then all links are listed with their
+/// targets.
 ///
 /// # Errors
 ///
-/// [`FsError::TooManyEntries`] beyond [`MAX_DIRECTORY_ENTRIES`], [`FsError::Cancelled`], or whatever
-/// the system says.
+/// [`FsError::TooManyEntries`] beyond [`MAX_DIRECTORY_ENTRIES`], [`FsError::Cancelled`], or an IO
+/// error.
 pub fn read_directory(
     path: &Path,
     with_links: bool,
@@ -313,13 +314,13 @@ pub fn read_directory(
     Ok(found)
 }
 
-/// A page of the names in a directory, in no order among themselves: the first ones after the cursor, in
-/// the order of [`Listing::sort`]. Links are listed as in [`read_directory`], so that there may be fewer
-/// than the page has room for, or none.
+/// A page of the names in a directory: the first names after the cursor in the order of
+/// [`Listing::sort`], unsorted within the page. Links are listed as in [`read_directory`], so the
+/// page may have fewer names than its limit, or none.
 ///
 /// # Errors
 ///
-/// [`FsError::Cancelled`], or whatever the system says.
+/// [`FsError::Cancelled`], or an IO error.
 pub(super) fn read_page(
     path: &Path,
     with_links: bool,
@@ -353,8 +354,8 @@ pub(super) fn read_page(
     Ok(found)
 }
 
-/// Adds the first names in a directory to `names`, in the order of [`Listing::sort`]: at most `count`
-/// of those that are wanted. Keeps what it has read when it fails.
+/// Adds the first wanted names in a directory, at most `count` in the order of [`Listing::sort`],
+/// to `names`. Keeps the names read so far when it fails.
 pub(super) fn read_first(
     directory: impl AsFd,
     count: usize,
@@ -368,7 +369,7 @@ pub(super) fn read_first(
             return;
         }
         names.push(name, kind);
-        // Of a vast directory only as many are kept, or twice that while it is being read.
+        // For a very large directory, at most twice `count` names are held while it is read.
         if names.len() >= count.saturating_mul(2) {
             names.keep_first(count);
         }
@@ -377,13 +378,13 @@ pub(super) fn read_first(
     read
 }
 
-/// What a link leads to, and what it says if that is wanted; nothing if it is not to be listed.
+/// The type and, if requested, the text of a link's target; `None` if the link is not listed.
 fn through(
     directory: BorrowedFd<'_>,
     name: impl Arg + Copy,
     with_links: bool,
 ) -> Option<(Kind, Option<Vec<u8>>)> {
-    // One that went meanwhile is left out.
+    // A link that was removed meanwhile is left out.
     let says = match with_links {
         true => Some(
             rustix::fs::readlinkat(directory, name, Vec::new())
@@ -400,20 +401,20 @@ fn through(
     Some((kind, says))
 }
 
-/// The path without links; something must be there.
+/// The path with all links resolved; it must exist.
 ///
 /// # Errors
 ///
-/// Whatever the system says.
+/// Any IO error.
 pub fn canonicalize(path: &Path) -> Result<PathBuf, FsError> {
     fs::canonicalize(path).map_err(at(path))
 }
 
-/// Makes a directory; with `recursive` its parents too, and one that is there already will do.
+/// Creates a directory. With `recursive` also creates its parents, and succeeds if it exists.
 ///
 /// # Errors
 ///
-/// [`FsError::Symlink`] when links are refused and there is one, or whatever the system says.
+/// [`FsError::Symlink`] when links are refused and the path contains one, or an IO error.
 pub fn create_directory(path: &Path, recursive: bool, links: Links) -> Result<(), FsError> {
     match (links, recursive) {
         (Links::Follow, true) => fs::create_dir_all(path).map_err(at(path)),
@@ -429,10 +430,10 @@ pub fn create_directory(path: &Path, recursive: bool, links: Links) -> Result<()
     }
 }
 
-/// Less the umask.
+/// Mode of new directories, before the umask.
 pub(super) const NEW_MODE: Mode = Mode::from_raw_mode(0o777);
 
-/// Each directory is opened in the one before, so that no link is ever followed.
+/// Opens each directory relative to the one before, so that no link is followed.
 fn create_stepwise(path: &Path) -> Result<(), FsError> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let mut directory = rustix::fs::open("/", flags, Mode::empty()).map_err(at(path))?;
@@ -446,7 +447,7 @@ fn create_stepwise(path: &Path) -> Result<(), FsError> {
         let mut opened = rustix::fs::openat(&directory, name, flags, Mode::empty());
         if matches!(opened, Err(Errno::NOENT)) {
             match rustix::fs::mkdirat(&directory, name, NEW_MODE) {
-                // Somebody else made it meanwhile, which is as good.
+                // Another process created it meanwhile.
                 Ok(()) | Err(Errno::EXIST) => {}
                 Err(error) => return Err(at(path)(error)),
             }
@@ -457,7 +458,7 @@ fn create_stepwise(path: &Path) -> Result<(), FsError> {
             Err(Errno::NOTDIR | Errno::LOOP) if is_link(&directory, name) => {
                 return Err(link(path, if last { LinkAt::Leaf } else { LinkAt::Parent }));
             }
-            // As for a path that may lead through links.
+            // The same error as for a path that may lead through links.
             Err(Errno::NOTDIR) if last => return Err(at(path)(Errno::EXIST)),
             Err(error) => return Err(at(path)(error)),
         };
@@ -472,9 +473,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_sort_as_their_text() {
+    fn names_sort_by_text() {
         let mut listing = Listing::default();
-        // U+E000 sorts below U+FFFD as text, U+10000 above.
+        // As text, U+E000 sorts below U+FFFD and U+10000 above it.
         let names: [&[u8]; 6] = [
             b"b",
             b"a",
@@ -506,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn directories_are_made_without_following_links() {
+    fn create_directory_does_not_follow_links() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().canonicalize().unwrap();
         fs::create_dir(dir.join("real")).unwrap();
@@ -539,7 +540,7 @@ mod tests {
     }
 
     #[test]
-    fn links_are_listed_as_what_they_lead_to() {
+    fn links_are_listed_with_the_type_of_their_target() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("d")).unwrap();
         fs::write(dir.path().join("f"), "").unwrap();
@@ -562,7 +563,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_hold_every_name_once_and_in_order_from_page_to_page() {
+    fn pages_list_every_name_once_in_order() {
         let dir = tempfile::tempdir().unwrap();
         let mut expected: Vec<Vec<u8>> = (0..25).map(|n| format!("f{n}").into_bytes()).collect();
         expected.extend([

@@ -1,4 +1,4 @@
-//! Contents of files: whole, in blocks, hashed; written at once or in place.
+//! File content: read, write, block IO and hashing.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
@@ -23,7 +23,7 @@ use crate::sandbox::files::Confined;
 ///
 /// # Errors
 ///
-/// [`FsError::NotAFile`] for anything but a regular file, or whatever the system says.
+/// [`FsError::NotAFile`] for anything but a regular file, or an IO error.
 pub fn open_file(path: &Path, links: Links) -> Result<File, FsError> {
     let file = open(path, OFlags::RDONLY, Mode::empty(), links)?;
     regular(file, path)
@@ -42,7 +42,7 @@ fn regular_size(file: &File, path: &Path) -> Result<u64, FsError> {
     Ok(metadata.len())
 }
 
-/// As [`open_file`], with the size of what may be read in one go.
+/// Same as [`open_file`], and returns the size of a file that may be read whole.
 pub(crate) fn open_sized(path: &Path, links: Links) -> Result<(File, u64), FsError> {
     let file = open(path, OFlags::RDONLY, Mode::empty(), links)?;
     let size = regular_size(&file, path)?;
@@ -61,18 +61,19 @@ fn readable(size: u64) -> Result<(), FsError> {
 ///
 /// # Errors
 ///
-/// [`FsError::TooLarge`] when it exceeds what can be read whole, or whatever the system says.
+/// [`FsError::TooLarge`] when it exceeds the limit for reading a whole file, or an IO error.
 pub fn readable_size(file: &File, path: &Path) -> Result<u64, FsError> {
     let size = file.metadata().map_err(at(path))?.len();
     readable(size)?;
     Ok(size)
 }
 
-/// Fills `buffer` from `offset` on; how much of it, less than all only at the end of the file.
+/// Fills `buffer` from `offset`; returns the number of bytes read, which is less than its length
+/// only at the end of the file.
 ///
 /// # Errors
 ///
-/// Whatever the system says.
+/// Any IO error.
 pub fn read_at(file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while filled < buffer.len() {
@@ -86,16 +87,16 @@ pub fn read_at(file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize>
     Ok(filled)
 }
 
-/// Creates or replaces a file; readers see the old content or the new, never a part.
+/// Creates or replaces a file; readers see the old content or the new content, never a part.
 ///
-/// The new content is written beside the target and renamed over it, with the target's owner and
-/// mode. Links are followed to what they name, a dangling one creates its target. A target that is
-/// no regular file (a device, a pipe) is written in place; so is one that may be written to but not
-/// replaced, as in a directory of somebody else or with something mounted on it.
+/// Writes the new content to a temporary file beside the target and renames it over the target,
+/// with the target's owner and mode. Links are followed; a dangling link creates its target. A
+/// target that is not a regular file (a device, a pipe) is written in place. So is a target that
+/// may be written but not replaced, for example in a directory of another user or a mount point.
 ///
 /// # Errors
 ///
-/// [`FsError::Symlink`] when links are refused and there is one, or whatever the system says.
+/// [`FsError::Symlink`] when links are refused and the path contains one, or an IO error.
 pub fn write_file(
     path: &Path,
     data: &[u8],
@@ -130,7 +131,7 @@ pub fn write_file(
     }
 }
 
-/// Whether the directory is the obstacle, not the file in it.
+/// Whether the directory prevents the replacement, not the file in it.
 fn cannot_replace(error: &io::Error) -> bool {
     matches!(
         Errno::from_io_error(error),
@@ -158,7 +159,7 @@ fn write_in_place(
 
 /// A regular file that is read or written in blocks.
 ///
-/// One that is written aside and never committed leaves nothing behind when it is dropped.
+/// An atomic write that is dropped without a commit leaves no file behind.
 #[derive(Debug)]
 pub struct OpenFile {
     access: Access,
@@ -171,11 +172,11 @@ pub struct OpenFile {
 enum Access {
     Direct(File),
     Aside(Replacement),
-    /// Written aside under a policy, and put in place under it.
+    /// Written to a temporary file and renamed by a confined helper, under its policy.
     Confined(Replacement, Confined),
 }
 
-/// An open file on its way from the process that opened it under a policy.
+/// An open file that a confined helper transfers to this process.
 #[derive(Debug)]
 pub(crate) enum Opened {
     Direct(File),
@@ -187,7 +188,7 @@ impl OpenFile {
     ///
     /// # Errors
     ///
-    /// [`FsError::NotAFile`] for anything but a regular file, or whatever the system says.
+    /// [`FsError::NotAFile`] for anything but a regular file, or an IO error.
     pub fn open(path: &Path, mode: OpenMode) -> Result<Self, FsError> {
         let access = match mode {
             OpenMode::Read => Access::Direct(open_file(path, Links::Follow)?),
@@ -216,7 +217,7 @@ impl OpenFile {
         })
     }
 
-    /// One that was opened under a policy.
+    /// Creates the value from a file that a confined helper opened.
     pub(crate) fn received(path: &Path, opened: Opened, confined: Confined) -> Self {
         let access = match opened {
             Opened::Direct(file) => Access::Direct(file),
@@ -231,7 +232,7 @@ impl OpenFile {
         }
     }
 
-    /// Hands it to the process that it is opened for; that one has to commit it.
+    /// Transfers the file to the process that requested it; that process has to commit it.
     pub(crate) fn send(self) -> Result<Opened, FsError> {
         match self.access {
             Access::Direct(file) => Ok(Opened::Direct(file)),
@@ -254,33 +255,34 @@ impl OpenFile {
         }
     }
 
-    /// The same for every opening of the same file, and of no other, as long as there is one of the
-    /// two; absent where that cannot be told, and for what is written aside.
+    /// Identifier that is the same for every opening of this file and different for every other
+    /// existing file. `None` where the system does not provide it, and for files that are written
+    /// atomically.
     pub fn identity(&self) -> Option<String> {
         let Access::Direct(file) = &self.access else {
             return None;
         };
         let metadata = file.metadata().ok()?;
-        // Numbers of files are used again; the moment they were made is not.
+        // Inode numbers are reused, so the creation time is part of the identifier.
         let created = metadata.created().ok()?.duration_since(UNIX_EPOCH).ok()?;
         let (device, inode) = (metadata.dev(), metadata.ino());
         Some(format!("{device:x}-{inode:x}-{:x}", created.as_nanos()))
     }
 
-    /// As [`read_at`].
+    /// Same as [`read_at`].
     ///
     /// # Errors
     ///
-    /// Whatever the system says; that the file is open for writing only, for example.
+    /// Any IO error: that the file is open for writing only, for example.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<usize, FsError> {
         read_at(self.file(), offset, buffer).map_err(at(&self.path))
     }
 
-    /// Writes at an offset; what is skipped reads as zeros.
+    /// Writes at an offset; skipped ranges read as zeros.
     ///
     /// # Errors
     ///
-    /// Whatever the system says; that the file is open for reading only, for example.
+    /// Any IO error: that the file is open for reading only, for example.
     pub fn write_at(&mut self, offset: u64, data: &[u8]) -> Result<(), FsError> {
         let written = match &mut self.access {
             Access::Direct(file) => file.write_all_at(data, offset),
@@ -292,16 +294,17 @@ impl OpenFile {
         written.map_err(at(&self.path))
     }
 
-    /// Puts what was written aside in place. What was written in place is there already.
+    /// Renames the temporary file over the target. Does nothing for a file that was written in
+    /// place.
     ///
     /// # Errors
     ///
-    /// [`FsError::Incomplete`] when a write failed, or whatever the system says; then the target is as
-    /// it was.
+    /// [`FsError::Incomplete`] when a write failed, or an IO error; then the target is unchanged.
     pub fn commit(self) -> Result<(), FsError> {
         match self.access {
             Access::Direct(_) => Ok(()),
-            // Whoever does not wait for the answers to its writes asks for this before it knows.
+            // A caller that does not wait for the responses to its writes may commit before it sees
+            // a failed write.
             Access::Aside(_) | Access::Confined(..) if self.incomplete => {
                 Err(FsError::Incomplete(self.path))
             }
@@ -320,7 +323,7 @@ impl OpenFile {
     }
 }
 
-/// Puts in place what another process has written aside.
+/// Renames a temporary file that another process has written.
 pub(crate) fn place(
     path: &Path,
     letter: Letter,
@@ -331,9 +334,9 @@ pub(crate) fn place(
     replacement.commit().map_err(at(path))
 }
 
-/// Opens for writing, creating the file if it is missing and leaving its content.
+/// Opens for writing; creates the file if it is missing and keeps its content.
 fn create_in_place(path: &Path) -> Result<File, FsError> {
-    // Opening a pipe for writing would already be felt at its other end.
+    // Opening a pipe for writing would already affect its reader.
     if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
         return Err(FsError::NotAFile(path.to_owned()));
     }
@@ -342,18 +345,17 @@ fn create_in_place(path: &Path) -> Result<File, FsError> {
     regular(file, path)
 }
 
-/// SHA-256 of a file or of its first `length` bytes, and of how many these were.
+/// SHA-256 of a file or of its first `length` bytes, and the number of bytes hashed.
 ///
 /// # Errors
 ///
-/// [`FsError::NotAFile`] for anything but a regular file, [`FsError::Cancelled`], or whatever the
-/// system says.
+/// [`FsError::NotAFile`] for anything but a regular file, [`FsError::Cancelled`], or an IO error.
 pub fn hash(
     path: &Path,
     length: Option<u64>,
     cancelled: Cancelled<'_>,
 ) -> Result<([u8; 32], u64), FsError> {
-    /// Little enough to stay in the processor's cache.
+    /// 128 KiB: fits in the processor's cache.
     const BLOCK_BYTES: usize = 128 * 1024;
     let file = open_file(path, Links::Follow)?;
     let mut rest = (&file).take(length.unwrap_or(u64::MAX));
@@ -395,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn writing_replaces_whole_files_and_keeps_their_mode() {
+    fn write_replaces_the_file_and_keeps_its_mode() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("f");
         write(&path, b"one", Links::Follow).unwrap();
@@ -427,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn writing_sets_what_is_asked_for() {
+    fn write_sets_requested_attributes() {
         let dir = tempfile::tempdir().unwrap();
         for links in [Links::Follow, Links::Refuse] {
             let path = dir
@@ -446,14 +448,14 @@ mod tests {
     }
 
     #[test]
-    fn long_files_take_no_more_room_than_they_need() {
+    fn preallocated_space_is_released_after_a_long_write() {
         const MIB: usize = 1 << 20;
-        // Where files of the system are too: in `/tmp` they may be in memory.
+        // Usually on disk; `/tmp` may be in memory.
         let dir = tempfile::tempdir_in("/var/tmp").unwrap();
         let path = dir.path().join("f");
         let bytes = |len: usize| (0..len).map(|at| (at / 7) as u8).collect::<Vec<u8>>();
         let room = |path: &Path| {
-            // What is not on its way to the disk yet takes none.
+            // Data that is not on its way to the disk yet has no blocks.
             File::open(path).unwrap().sync_all().unwrap();
             fs::metadata(path).unwrap().blocks() * 512
         };
@@ -477,7 +479,7 @@ mod tests {
             assert!(fs::read(&path).unwrap() == data, "{len}");
             assert!(room(&path) < (len + MIB) as u64, "{len}: {}", room(&path));
         }
-        // What is skipped is neither there nor takes room, whatever the order.
+        // Skipped ranges have no data and take no space, whatever the order of writes.
         let mut file = OpenFile::open(&path, OpenMode::Atomic).unwrap();
         for mib in [40, 2, 0, 20] {
             file.write_at((mib * MIB) as u64, &bytes(2 * MIB)).unwrap();
@@ -494,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_without_a_name_is_written_in_place() {
+    fn deleted_file_is_written_in_place() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("f");
         fs::write(&path, "longer than before").unwrap();
@@ -538,7 +540,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_aside_shows_when_it_is_committed() {
+    fn atomic_write_is_visible_after_commit() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("f");
         fs::write(&path, "old").unwrap();
@@ -560,7 +562,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_in_place() {
+    fn in_place_blocks_are_written_immediately() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("f");
         let mut update = OpenFile::open(&path, OpenMode::Update).unwrap();

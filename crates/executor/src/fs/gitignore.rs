@@ -1,7 +1,8 @@
-//! Git's rules of what to ignore, read from a tree that nobody vouches for.
+//! `.gitignore` rules, read from an untrusted tree.
 //!
-//! Knows which files hold rules and which rules win. A pipe, a device or a link in place of such a
-//! file holds none, and of a long one only the beginning counts: reading them never waits.
+//! Knows which files hold rules and which rules take precedence. A pipe, a device or a link in
+//! place of a rules file is ignored, and only the beginning of a long file is read: reading rules
+//! never blocks on a peer.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -12,21 +13,21 @@ use ignore::Match;
 use ignore::gitignore::{Gitignore, GitignoreBuilder};
 use rustix::fs::{Mode, OFlags};
 
-/// The rules of one directory and of those around it; directories without rules share them.
+/// Rules of one directory and of its parents; directories without rules share them.
 #[derive(Debug)]
 pub(super) struct Rules {
     matcher: Gitignore,
     outer: Option<Arc<Self>>,
 }
 
-/// The file that holds rules.
+/// Name of the file that holds rules.
 pub(super) const GITIGNORE: &str = ".gitignore";
 
-/// Bytes of such a file that are read.
+/// Maximum bytes read from such a file.
 const MAX_RULES_BYTES: u64 = 1 << 20;
 
 impl Rules {
-    /// How many there are in the directory itself.
+    /// Number of rules in the directory itself.
     pub(super) fn len(&self) -> u64 {
         self.matcher.num_ignores() + self.matcher.num_whitelists()
     }
@@ -45,12 +46,12 @@ pub(super) fn ignores(rules: Option<&Rules>, path: &Path, is_dir: bool) -> bool 
     false
 }
 
-/// The rules of a directory that has some, within those around it.
+/// The rules of a directory that has a rules file, combined with those of its parents.
 pub(super) fn enter(directory: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<Rules>> {
     read(directory, &directory.join(GITIGNORE), outer)
 }
 
-/// As [`enter`], unless the directory is the top of a repository: only its own rules count there.
+/// Same as [`enter`], but at the root of a repository only its own rules apply.
 pub(super) fn enter_any(directory: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<Rules>> {
     let around = if directory.join(".git").exists() {
         exclude(directory)
@@ -60,7 +61,7 @@ pub(super) fn enter_any(directory: &Path, outer: Option<Arc<Rules>>) -> Option<A
     enter(directory, around)
 }
 
-/// The rules above a directory, up to the top of its repository; none outside of one.
+/// The rules above a directory, up to the root of its repository; `None` outside a repository.
 pub(super) fn above(base: &Path) -> Option<Arc<Rules>> {
     let top = base.ancestors().find(|dir| dir.join(".git").exists())?;
     let mut rules = exclude(top);
@@ -76,15 +77,16 @@ pub(super) fn above(base: &Path) -> Option<Arc<Rules>> {
     rules
 }
 
-/// The rules that a repository has beside its files.
+/// The rules in `info/exclude` of a repository.
 fn exclude(top: &Path) -> Option<Arc<Rules>> {
     read(top, &git_directory(top).join("info/exclude"), None)
 }
 
-/// Where a repository keeps what its worktrees share.
+/// The directory that all worktrees of a repository share.
 fn git_directory(top: &Path) -> PathBuf {
     let git = top.join(".git");
-    // A worktree or a submodule has a file that names the place, and that another.
+    // In a worktree or a submodule, `.git` is a file that names another directory, which names the
+    // shared one.
     let Some(text) = content(&git) else {
         return git;
     };
@@ -101,7 +103,7 @@ fn read(directory: &Path, file: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<
     };
     let mut builder = GitignoreBuilder::new(directory);
     for line in text.lines() {
-        // As git does: a line that makes no sense is passed over.
+        // Invalid lines are skipped, as git does.
         let _ = builder.add_line(None, line);
     }
     match builder.build() {
@@ -110,7 +112,7 @@ fn read(directory: &Path, file: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<
     }
 }
 
-/// Not through a link, as git; and never waiting for a pipe.
+/// Does not follow links, as git does, and does not wait for a pipe.
 fn content(path: &Path) -> Option<String> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
     let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);

@@ -1,4 +1,4 @@
-//! What is at a path, and changing that.
+//! File metadata: read and set mode, owner, times and link targets.
 
 use std::fs;
 use std::os::fd::AsRawFd as _;
@@ -11,7 +11,7 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags, Timespec, Timestamps};
 use super::open::open;
 use super::{FsError, Links, at};
 
-/// What is at a path.
+/// Metadata of a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Metadata {
     /// It is a directory.
@@ -22,9 +22,9 @@ pub struct Metadata {
     pub is_symlink: bool,
     /// Its size in bytes.
     pub size: u64,
-    /// When it was born, in milliseconds since 1970; 0 if unknown.
+    /// Creation time in milliseconds since 1970; 0 if unknown.
     pub created_at_ms: i64,
-    /// When its content last changed, in milliseconds since 1970.
+    /// Modification time in milliseconds since 1970.
     pub modified_at_ms: i64,
     /// Permission bits, set-id and sticky bits included.
     pub mode: u32,
@@ -32,13 +32,13 @@ pub struct Metadata {
     pub uid: u32,
     /// The owning group.
     pub gid: u32,
-    /// The number of the file in its filesystem.
+    /// The inode number.
     pub inode: u64,
-    /// What the link at the end of the path says.
+    /// The target of the link, if the last component is a symbolic link.
     pub symlink_target: Option<PathBuf>,
 }
 
-/// As the wire has it.
+/// Conversion to the wire type.
 impl From<Metadata> for exec_server_protocol::fs::Metadata {
     fn from(found: Metadata) -> Self {
         Self {
@@ -59,25 +59,25 @@ impl From<Metadata> for exec_server_protocol::fs::Metadata {
     }
 }
 
-/// What a file shall have; the rest stays as it is.
+/// Attributes to set; `None` leaves an attribute unchanged.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Attributes {
     /// Permission bits, at most 0o7777.
     pub mode: Option<u32>,
-    /// Time of last change, in milliseconds since 1970.
+    /// Modification time, in milliseconds since 1970.
     pub modified_at_ms: Option<i64>,
 }
 
-/// Something at a path, for looking at who owns it.
+/// Opens a path with `O_PATH`, to read its owner.
 pub(crate) fn entry(path: &Path, links: Links) -> Result<fs::File, FsError> {
     open(path, OFlags::PATH, Mode::empty(), links)
 }
 
-/// What is at a path. A link at its end is looked through and reported.
+/// Returns the metadata of a path. A link as the last component is followed and reported.
 ///
 /// # Errors
 ///
-/// [`FsError::Symlink`] when links are refused and there is one, or whatever the system says.
+/// [`FsError::Symlink`] when links are refused and the path contains one, or an IO error.
 pub fn metadata(path: &Path, links: Links) -> Result<Metadata, FsError> {
     let (found, symlink_target) = match links {
         Links::Follow => {
@@ -117,15 +117,15 @@ fn millis(time: SystemTime) -> i64 {
         .map_or(0, |since| since.as_millis() as i64)
 }
 
-/// Changes mode and time of last change.
+/// Sets mode and modification time.
 ///
 /// # Errors
 ///
-/// [`FsError::Symlink`] when links are refused and there is one, or whatever the system says.
+/// [`FsError::Symlink`] when links are refused and the path contains one, or an IO error.
 pub fn set_metadata(path: &Path, attributes: Attributes, links: Links) -> Result<(), FsError> {
     let file = open(path, OFlags::PATH, Mode::empty(), links)?;
-    // Neither change can be made through a descriptor that was opened without leave to read; the
-    // name that the kernel gives it leads to the same file, whatever becomes of the path.
+    // Neither change works on a descriptor that was opened without read permission. Its path in
+    // `/proc/self/fd` leads to the same file, even if the original path changes.
     let target = match links {
         Links::Follow => path.to_owned(),
         Links::Refuse => PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd())),
@@ -140,7 +140,7 @@ pub fn set_metadata(path: &Path, attributes: Attributes, links: Links) -> Result
     Ok(())
 }
 
-/// The time of last change alone.
+/// Timestamps that set only the modification time.
 pub(super) fn modified(at_ms: i64) -> Timestamps {
     Timestamps {
         last_access: Timespec {
@@ -154,11 +154,11 @@ pub(super) fn modified(at_ms: i64) -> Timestamps {
     }
 }
 
-/// Makes a symbolic link that says `target`; nothing may be there.
+/// Creates a symbolic link to `target`; the path must not exist.
 ///
 /// # Errors
 ///
-/// Whatever the system says.
+/// Any IO error.
 pub fn create_symlink(path: &Path, target: &Path) -> Result<(), FsError> {
     std::os::unix::fs::symlink(target, path).map_err(at(path))
 }
@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_set_is_what_is_there() {
+    fn metadata_returns_the_attributes_that_were_set() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().canonicalize().unwrap();
         let path = dir.join("f");
@@ -180,7 +180,7 @@ mod tests {
         for (links, mode, time) in [
             (Links::Follow, 0o640, -1500),
             (Links::Refuse, 0o4711, 1_700_000_000_123),
-            // Nobody may open it for reading or writing.
+            // No permission to open it for reading or writing.
             (Links::Refuse, 0o000, 1),
             (Links::Refuse, 0o600, 0),
         ] {

@@ -1,9 +1,8 @@
-//! Files of this machine: reading, writing, listing, copying and what else a disk can do.
+//! File operations on this machine: read, write, list, copy, search and watch.
 //!
-//! Everything here may block on a disk and belongs on a thread that may, except what is named
-//! `…_at_once`. Paths are native and
-//! absolute; errors keep what the system said together with the path. Knows nothing of URIs,
-//! JSON or who asks.
+//! Every function may block on disk IO and must run on a blocking thread, except the functions
+//! named `…_at_once`. Paths are native and absolute; errors keep the system's error together with
+//! the path. Does not depend on URIs, JSON or the identity of the caller.
 
 mod cached;
 mod call;
@@ -43,48 +42,48 @@ pub use tree::{copy, remove, rename};
 use walk::walk_page;
 pub use walk::{MAX_WALK, WalkLimits, Walked, walk};
 
-/// Why a file operation failed.
+/// Errors of file operations.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum FsError {
-    /// The system refused.
+    /// The system returned an error.
     #[error("{source}: `{path}`")]
     Io {
-        /// Which path.
+        /// The path concerned.
         #[serde(with = "wire::path")]
         path: PathBuf,
-        /// What the system said.
+        /// The error from the system.
         #[serde(with = "wire::system")]
         source: io::Error,
     },
-    /// The URI is no path of this machine.
+    /// The URI is not a path of this machine.
     #[error("{0}")]
     Path(String),
-    /// A parameter has a value that is not allowed.
+    /// A parameter has an invalid value.
     #[error("{0}")]
     Params(String),
     /// It is a directory, a pipe or a device.
     #[error("path `{0}` is not a file")]
     NotAFile(#[serde(with = "wire::path")] PathBuf),
-    /// A component is a symbolic link, and none may be.
+    /// A component is a symbolic link, and links are refused.
     #[error("path `{path}` contains a symbolic link")]
     Symlink {
-        /// Which path.
+        /// The path concerned.
         #[serde(with = "wire::path")]
         path: PathBuf,
-        /// Where in it the link is.
+        /// Position of the link in the path.
         at: LinkAt,
     },
-    /// It is larger than any answer may be.
+    /// The content exceeds the maximum size of a response.
     #[error("file is too large to read: limit is {MAX_READ_FILE_BYTES} bytes")]
     TooLarge,
-    /// A directory has more names than an answer may.
+    /// A directory has more names than a response may hold.
     #[error("fs/readDirectory returned {0} entries; limit is {MAX_DIRECTORY_ENTRIES}")]
     TooManyEntries(usize),
-    /// A walk that may look at nothing.
+    /// A walk with a limit of zero.
     #[error("filesystem walk limits must be greater than zero")]
     WalkNothing,
-    /// A walk that may look at more than is allowed.
+    /// A walk with limits above the maximum.
     #[error(
         "filesystem walk limits exceed maximums: depth={}, directories={}, entries={}",
         MAX_WALK.depth, MAX_WALK.directories, MAX_WALK.entries
@@ -96,13 +95,13 @@ pub enum FsError {
     /// The root directory cannot be removed.
     #[error("path `{0}` is the root directory")]
     Root(#[serde(with = "wire::path")] PathBuf),
-    /// A directory was to be copied without what is in it.
+    /// A directory is the source of a non-recursive copy.
     #[error("fs/copy requires recursive: true when sourcePath is a directory")]
     CopyDirectory,
-    /// A directory was to be copied to a place inside it.
+    /// The destination of a copy is inside its source.
     #[error("fs/copy cannot copy a directory to itself or one of its descendants")]
     CopyIntoItself,
-    /// A pipe, a socket or a device was to be copied.
+    /// The source of a copy is a pipe, a socket or a device.
     #[error("fs/copy only supports regular files, directories, and symlinks")]
     CopyKind,
     /// A pipe, a socket or a device cannot be moved to another filesystem.
@@ -111,50 +110,51 @@ pub enum FsError {
          filesystem"
     )]
     MoveKind(#[serde(with = "wire::path")] PathBuf),
-    /// Something is there already, and shall not be replaced.
+    /// The destination exists, and must not be replaced.
     #[error("path `{0}` already exists")]
     Exists(#[serde(with = "wire::path")] PathBuf),
-    /// What was written aside has a hole where a write failed.
+    /// An atomic write is incomplete because a write failed.
     #[error("a write to `{0}` failed, so it is left as it was")]
     Incomplete(#[serde(with = "wire::path")] PathBuf),
-    /// Whoever asked is gone.
+    /// The requester cancelled the operation.
     #[error("cancelled")]
     Cancelled,
-    /// The policy that the work is to be done under makes no sense here.
+    /// The sandbox policy of the operation is not valid on this machine.
     #[error("{0}")]
     Policy(String),
-    /// The policy that the work is to be done under cannot be enforced here.
+    /// The sandbox policy of the operation cannot be enforced on this machine.
     #[error("{0}")]
     Unenforceable(String),
-    /// The process that does such work failed.
+    /// The file helper process failed.
     #[error("fs sandbox helper failed: {0}")]
     Helper(String),
 }
 
-/// Where in a path a symbolic link is.
+/// Position of a symbolic link in a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LinkAt {
-    /// The last component is the link, and was to be opened.
+    /// The last component is a link, and the operation opens it.
     Leaf,
-    /// The last component is the link, and was not to be opened but to be looked at or removed.
+    /// The last component is a link, and the operation inspects or removes it.
     Entry,
-    /// Another one is.
+    /// A component before the last one is a link.
     Parent,
 }
 
-/// Whether a path may lead through symbolic links.
+/// Whether a path may contain symbolic links.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Links {
-    /// It may.
+    /// Links are followed.
     Follow,
-    /// No component may be one; checked by the kernel, so nobody can swap one in.
+    /// Links are refused in every component. The kernel checks this, so a link that is swapped in
+    /// meanwhile is also refused.
     Refuse,
 }
 
-/// Asked between the steps of long work: whether nobody waits for it any more.
+/// Cancellation check that long operations call between steps; true if they should stop.
 pub type Cancelled<'a> = &'a (dyn Fn() -> bool + Sync);
 
-/// Puts the path to what the system said.
+/// Adds the path to an error from the system.
 fn at<E: Into<io::Error>>(path: &Path) -> impl Fn(E) -> FsError {
     move |source| FsError::Io {
         path: path.to_owned(),

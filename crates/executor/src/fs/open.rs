@@ -1,8 +1,8 @@
-//! Opening without following links, race-free.
+//! Race-free open without following links.
 //!
-//! `openat2` refuses links in every component at once. Kernels before 5.6 and some container
-//! filters do not have it; there a path is walked one component at a time, each opened relative to
-//! the one before, which is slower and as safe.
+//! `openat2` refuses links in every component in one call. Kernels before 5.6 and some container
+//! filters do not provide it; there a path is opened one component at a time, each relative to the
+//! one before, which is slower and equally safe.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -15,8 +15,8 @@ use rustix::io::{Errno, retry_on_intr};
 
 use super::{FsError, LinkAt, Links, at};
 
-/// Whether this kernel has `openat2`, and lets us use it: filters that do not know a call answer
-/// with either error, and neither can come from the root directory itself.
+/// Whether `openat2` is available: a seccomp filter that does not know a system call returns ENOSYS
+/// or EPERM, and the root directory itself causes neither error.
 static HAS_OPENAT2: LazyLock<bool> = LazyLock::new(|| {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     let probe = rustix::fs::openat2(CWD, "/", flags, Mode::empty(), ResolveFlags::NO_SYMLINKS);
@@ -25,11 +25,12 @@ static HAS_OPENAT2: LazyLock<bool> = LazyLock::new(|| {
 
 /// Opens a path.
 pub(super) fn open(path: &Path, flags: OFlags, mode: Mode, links: Links) -> Result<File, FsError> {
-    // A pipe must not make the open wait; with PATH nothing is opened, and openat2 takes no more.
+    // Opening must not wait for a pipe's peer. `PATH` opens nothing that could wait, and openat2
+    // rejects further flags with it.
     let nonblocking = if flags.contains(OFlags::PATH) {
         OFlags::empty()
     } else {
-        // The server leads a session without a terminal, and is to stay without one.
+        // The server leads a session without a controlling terminal, and must not acquire one.
         OFlags::NONBLOCK | OFlags::NOCTTY
     };
     let flags = flags | OFlags::CLOEXEC | nonblocking;
@@ -47,7 +48,7 @@ fn open_at_once(path: &Path, flags: OFlags, mode: Mode) -> Result<File, FsError>
     match retry_on_intr(|| rustix::fs::openat2(CWD, path, flags, mode, resolve)) {
         Ok(fd) => Ok(File::from(fd)),
         Err(Errno::LOOP) => {
-            // Only the wording of the refusal depends on this second look.
+            // This second check only affects the error text.
             let above = path.parent().is_none_or(|parent| {
                 let flags = OFlags::PATH | OFlags::CLOEXEC;
                 rustix::fs::openat2(CWD, parent, flags, Mode::empty(), resolve).is_ok()
@@ -78,7 +79,7 @@ fn open_stepwise(path: &Path, flags: OFlags, mode: Mode) -> Result<File, FsError
             retry_on_intr(|| rustix::fs::openat(&directory, name, flags | OFlags::NOFOLLOW, mode));
         match opened {
             Ok(fd) if last => {
-                // With PATH the link itself was opened.
+                // With `PATH` the link itself was opened.
                 let stat = rustix::fs::fstat(&fd).map_err(at(path))?;
                 return if file_type(&stat) == FileType::Symlink {
                     Err(link(path, place))
@@ -87,7 +88,7 @@ fn open_stepwise(path: &Path, flags: OFlags, mode: Mode) -> Result<File, FsError
                 };
             }
             Ok(fd) => directory = fd,
-            // What the kernel says of a link depends on what it was to be opened as.
+            // The kernel's error for a link depends on the open flags.
             Err(Errno::LOOP | Errno::NOTDIR) if is_link(&directory, name) => {
                 return Err(link(path, place));
             }
@@ -99,7 +100,7 @@ fn open_stepwise(path: &Path, flags: OFlags, mode: Mode) -> Result<File, FsError
         .map_err(at(path))
 }
 
-/// Opens the directory that a path's last component is in.
+/// Opens the parent directory of a path's last component.
 pub(super) fn parent(path: &Path, links: Links) -> Result<(OwnedFd, &OsStr), FsError> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(at(path)(Errno::INVAL));
@@ -117,7 +118,7 @@ pub(super) fn parent(path: &Path, links: Links) -> Result<(OwnedFd, &OsStr), FsE
     }
 }
 
-/// What is under a name, links not followed.
+/// Stat of a name in a directory; links are not followed.
 pub(super) fn stat_in(directory: impl AsFd, name: &OsStr) -> Result<Stat, Errno> {
     rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)
 }
@@ -130,7 +131,7 @@ pub(super) fn is_link(directory: impl AsFd, name: &OsStr) -> bool {
     stat_in(directory, name).is_ok_and(|stat| file_type(&stat) == FileType::Symlink)
 }
 
-/// Whether two are the same file.
+/// Whether two stats are of the same file.
 pub(super) fn same(one: &Stat, other: &Stat) -> bool {
     one.st_dev == other.st_dev && one.st_ino == other.st_ino
 }
@@ -149,7 +150,7 @@ mod tests {
 
     use super::*;
 
-    /// How an attempt ended, comparable.
+    /// Comparable result of an attempt to open.
     fn outcome(opened: Result<File, FsError>) -> String {
         match opened {
             Ok(file) => format!("{:?}", file.metadata().unwrap().file_type()),
@@ -159,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn both_ways_to_refuse_links_agree() {
+    fn openat2_and_fallback_refuse_the_same_links() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().canonicalize().unwrap();
         fs::create_dir(dir.join("d")).unwrap();

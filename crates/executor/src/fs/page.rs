@@ -1,7 +1,8 @@
-//! Pages of long listings: how many entries, and where to begin.
+//! Pagination of long listings: limit and cursor.
 //!
-//! A cursor is the path of the last entry of the page before, relative to what is listed. It names no
-//! state of this process, so it outlives connections, and entries that come or go meanwhile.
+//! A cursor is the path of the last entry of the previous page, relative to the listed directory.
+//! It does not refer to state of this process, so it stays valid across connections and when
+//! entries are added or removed.
 
 use exec_server_protocol::chunk::{ByteChunk, encode_into};
 use exec_server_protocol::limits::{MAX_CURSOR_BYTES, MAX_PAGE_ENTRIES};
@@ -12,18 +13,18 @@ use super::directory::order;
 /// One page of a listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Page {
-    /// The most entries, 1 to [`MAX_PAGE_ENTRIES`].
+    /// Maximum number of entries, 1 to [`MAX_PAGE_ENTRIES`].
     pub(super) limit: usize,
     /// The path of the entry after which the page begins; empty for the first page.
     pub(super) after: Vec<u8>,
 }
 
 impl Page {
-    /// The page that `limit` and `after` of a request mean; nothing if it has neither.
+    /// The page that `limit` and `after` of a request describe; `None` if the request has neither.
     ///
     /// # Errors
     ///
-    /// [`FsError::Params`] for a limit out of bounds, or a text that is no cursor.
+    /// [`FsError::Params`] for a limit out of range, or an invalid cursor.
     pub(super) fn of(limit: Option<usize>, after: Option<&str>) -> Result<Option<Self>, FsError> {
         if limit.is_none() && after.is_none() {
             return Ok(None);
@@ -43,7 +44,7 @@ impl Page {
         Ok(Some(Self { limit, after }))
     }
 
-    /// Whether a name in the directory that is listed comes after the cursor.
+    /// Whether a name in the listed directory comes after the cursor.
     pub(super) fn is_after(&self, name: &[u8]) -> bool {
         self.after.is_empty() || order(name, &self.after).is_gt()
     }
@@ -53,11 +54,11 @@ impl Page {
 pub(super) fn cursor(path: &[u8]) -> String {
     let mut text = Vec::new();
     encode_into(path, &mut text);
-    // Base64 is text.
+    // Base64 is always UTF-8.
     String::from_utf8(text).unwrap_or_default()
 }
 
-/// The path in a cursor, if it cannot lead out of what is listed.
+/// The path in a cursor, if it cannot lead out of the listed directory.
 fn decode(text: &str) -> Option<Vec<u8>> {
     if text.len() > MAX_CURSOR_BYTES {
         return None;
@@ -74,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cursors_survive_their_text_and_cannot_lead_out() {
+    fn cursor_round_trips_and_rejects_escaping_paths() {
         for path in [&b"a"[..], b"a/b c/d", b"\xff/\n"] {
             let page = Page::of(None, Some(&cursor(path))).unwrap().unwrap();
             assert_eq!((page.limit, &*page.after), (MAX_PAGE_ENTRIES, path));
@@ -100,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_has_bounds() {
+    fn page_limit_out_of_range_is_rejected() {
         assert_eq!(Page::of(None, None).unwrap(), None);
         for (limit, allowed) in [
             (0, false),

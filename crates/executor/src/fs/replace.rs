@@ -1,4 +1,4 @@
-//! New content for a name: written aside, put in place at once.
+//! Atomic file replacement: write a temporary file, then rename it over the target.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -15,34 +15,34 @@ use serde::{Deserialize, Serialize};
 use super::open::{file_type, link, parent, same, stat_in};
 use super::{FsError, LinkAt, Links, at};
 
-/// Room on the disk that is asked for at once.
+/// 8 MiB: the disk space preallocated in one step.
 const STEP_BYTES: usize = 8 << 20;
 
-/// A file under a hidden name that takes the place of another, or goes when it is dropped.
+/// A temporary file with a hidden name that replaces another file, or is removed when dropped.
 #[derive(Debug)]
 pub(super) struct Replacement {
     directory: OwnedFd,
     temporary: String,
     name: OsString,
     file: File,
-    /// The bits that writing may take away again.
+    /// Mode bits that a write may clear.
     special: Option<Mode>,
     room: Room,
     placed: bool,
 }
 
-/// Whether room on the disk is asked for before something is written.
+/// State of the disk space preallocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Room {
-    /// Nothing was long enough so far.
+    /// No write was long enough to preallocate for.
     Unasked,
-    /// There is some up to here.
+    /// Space is preallocated up to this offset.
     Until(u64),
-    /// It does not pay, or there is none.
+    /// Preallocation is not useful on this filesystem, or failed.
     Never,
 }
 
-/// What is said of a [`Replacement`] to another process.
+/// Description of a [`Replacement`] that is sent to another process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Letter {
     temporary: String,
@@ -50,24 +50,25 @@ pub(crate) struct Letter {
     special: Option<u32>,
 }
 
-/// Where a file is to be written.
+/// Target of a write.
 pub(super) enum Target {
-    /// A name that is a regular file or nothing.
+    /// A name that is a regular file or does not exist.
     File {
         directory: OwnedFd,
         name: OsString,
         existing: Option<Stat>,
     },
-    /// A pipe, a device, a directory, or a file without a name.
+    /// A pipe, a device, a directory, or a deleted file.
     Special,
 }
 
 impl Replacement {
-    /// A new file beside `name`, with owner and mode of `like`, or those of any new file.
+    /// Creates a temporary file beside `name`, with owner and mode of `like`, or those of a new
+    /// file.
     pub(super) fn begin(directory: OwnedFd, name: &OsStr, like: Option<&Stat>) -> io::Result<Self> {
         let temporary = temporary_name();
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-        // 0666 less the umask, as any new file.
+        // 0666 minus the umask, like any new file.
         let fd = rustix::fs::openat(&directory, &temporary, flags, Mode::from_raw_mode(0o666))?;
         let mut replacement = Self {
             directory,
@@ -84,18 +85,20 @@ impl Replacement {
         Ok(replacement)
     }
 
-    /// Before there is content: nobody shall read now what they could not read before.
+    /// Sets owner and mode before there is content, so that no user can read content that was not
+    /// readable in the old file.
     fn resemble(&mut self, like: &Stat) -> io::Result<()> {
         let own = rustix::fs::fstat(&self.file)?;
         if (own.st_uid, own.st_gid) != (like.st_uid, like.st_gid) {
             let (owner, group) = (Uid::from_raw(like.st_uid), Gid::from_raw(like.st_gid));
-            // Only root can always do this; for others the file becomes their own.
+            // Only root can always change the owner; otherwise the file belongs to the server's
+            // user.
             let _ = rustix::fs::fchown(&self.file, Some(owner), Some(group));
         }
         self.set_mode(Mode::from_raw_mode(like.st_mode))
     }
 
-    /// Sets the mode that the file shall have in the end.
+    /// Sets the final mode of the file.
     pub(super) fn set_mode(&mut self, mode: Mode) -> io::Result<()> {
         rustix::fs::fchmod(&self.file, mode)?;
         let special = Mode::SUID | Mode::SGID | Mode::SVTX;
@@ -107,7 +110,7 @@ impl Replacement {
         &self.file
     }
 
-    /// Writes at an offset; what is skipped reads as zeros.
+    /// Writes at an offset; skipped ranges read as zeros.
     pub(super) fn write_at(&mut self, mut offset: u64, data: &[u8]) -> io::Result<()> {
         for part in data.chunks(STEP_BYTES) {
             self.make_room(offset, part.len() as u64);
@@ -117,15 +120,16 @@ impl Replacement {
         Ok(())
     }
 
-    /// Asks for room for what is to be written, and for what follows most likely. Without that, ext4
-    /// does its accounts for every page that is written, which takes a third of the time.
+    /// Preallocates space for this write and for the writes that probably follow. Without
+    /// preallocation, ext4 updates its block accounting for every page written, which takes a third
+    /// of the time.
     fn make_room(&mut self, offset: u64, len: u64) {
         #[cfg(target_os = "linux")]
         {
             use rustix::fs::{FallocateFlags, fallocate, fstatfs};
-            /// What is written before it pays.
+            /// Smaller files are not preallocated: the extra call would cost more than it saves.
             const SHORT_BYTES: u64 = 1 << 20;
-            /// Of `statfs`.
+            /// Magic number of ext4 in `statfs`.
             const EXT4: u64 = 0xef53;
             let end = offset.saturating_add(len);
             let there = match self.room {
@@ -144,7 +148,7 @@ impl Replacement {
             };
             let start = offset.max(there);
             let more = (end - start).max(STEP_BYTES as u64);
-            // If there is none, writing will tell.
+            // If there is no space left, the write itself will fail.
             let asked = fallocate(&self.file, FallocateFlags::KEEP_SIZE, start, more);
             self.room = match asked {
                 Ok(()) => Room::Until(start.saturating_add(more)),
@@ -155,18 +159,19 @@ impl Replacement {
         let _ = (offset, len);
     }
 
-    /// Gives back the room that was not needed; to be called before times are set.
+    /// Releases preallocated space that was not needed; must be called before times are set.
     pub(super) fn give_back_room(&mut self) {
         if let Room::Until(there) = std::mem::replace(&mut self.room, Room::Never)
             && let Ok(found) = self.file.metadata()
             && found.len() < there
         {
-            // Nobody sees it; it goes with the file.
+            // The failure has no visible effect: the space is released with the file.
             let _ = self.file.set_len(found.len());
         }
     }
 
-    /// What another process needs to put it in place; its two descriptors apart.
+    /// Data that another process needs to commit the replacement, and the two descriptors to send
+    /// with it.
     pub(super) fn letter(&self) -> (Letter, &OwnedFd, &File) {
         let letter = Letter {
             temporary: self.temporary.clone(),
@@ -176,7 +181,7 @@ impl Replacement {
         (letter, &self.directory, &self.file)
     }
 
-    /// One that another process has begun; it is this one's to place or to remove from now on.
+    /// A replacement that another process began; this process now commits or removes it.
     pub(super) fn received(letter: Letter, directory: OwnedFd, file: OwnedFd) -> Self {
         Self {
             directory,
@@ -189,19 +194,19 @@ impl Replacement {
         }
     }
 
-    /// Another process has it now, or has put it in place.
+    /// Drops the value without removing the file: another process owns it or has committed it.
     pub(super) fn forget(mut self) {
         self.placed = true;
     }
 
-    /// Puts it in place of whatever has the name.
+    /// Renames the temporary file over the target name.
     pub(super) fn commit(self) -> io::Result<()> {
         self.place(RenameFlags::empty())
     }
 
     fn place(mut self, flags: RenameFlags) -> io::Result<()> {
         if let Some(mode) = self.special {
-            // Writing to a file takes its set-id bits away.
+            // Writing to a file clears its set-id bits.
             rustix::fs::fchmod(&self.file, mode)?;
         }
         let (directory, temporary) = (&self.directory, &self.temporary);
@@ -219,14 +224,14 @@ impl Drop for Replacement {
     }
 }
 
-/// A hidden name that nobody else uses.
+/// A hidden name that is not in use.
 pub(super) fn temporary_name() -> String {
     format!(".exec-server-{}.tmp", uuid::Uuid::new_v4())
 }
 
-/// Finds out where writing to a path leads.
+/// Resolves which file a write to a path affects.
 ///
-/// Links are followed to what they name, a dangling one to what it would name.
+/// Follows links; a dangling link leads to the name that it contains.
 pub(super) fn target(path: &Path, links: Links) -> Result<Target, FsError> {
     if links == Links::Refuse {
         let (directory, name) = parent(path, links)?;
@@ -258,7 +263,7 @@ pub(super) fn target(path: &Path, links: Links) -> Result<Target, FsError> {
         other => other,
     })?;
     match (stat_in(&directory, name), &existing) {
-        // A link of the kernel's own making, as in /proc, names no place in a directory.
+        // A magic link of the kernel, as in /proc, does not name a directory entry.
         (Ok(found), Some(existing)) if !same(&found, existing) => return Ok(Target::Special),
         (Err(Errno::NOENT), Some(_)) => return Ok(Target::Special),
         (Err(Errno::NOENT), None) | (Ok(_), _) => {}
@@ -271,9 +276,9 @@ pub(super) fn target(path: &Path, links: Links) -> Result<Target, FsError> {
     })
 }
 
-/// Follows links at the end of a path, to one that may not exist yet.
+/// Follows links at the end of a path; the final name may not exist.
 fn resolve_links(path: &Path) -> Result<PathBuf, FsError> {
-    /// As many as the kernel follows.
+    /// 40: the kernel's limit.
     const MAX_LINKS: usize = 40;
     let mut target = path.to_owned();
     for _ in 0..MAX_LINKS {

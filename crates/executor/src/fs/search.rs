@@ -1,8 +1,8 @@
-//! Lines that match, in a file or a tree.
+//! Content search: lines that match a pattern, in a file or a tree.
 //!
-//! Walks with as many threads as there are cores and stops early: at a bound, or when told to. Knows
-//! the wire's types and limits, not who asks. Files are read, never mapped: a file that is cut short
-//! while it is mapped would end this process.
+//! Uses as many threads as there are cores and stops early at a limit or on cancellation. Uses the
+//! types and limits of the protocol. Files are read and never mapped: a file that is truncated
+//! while it is mapped would crash this process.
 
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -32,16 +32,16 @@ use rustix::fs::{Mode, OFlags};
 use super::gitignore::{self, Rules};
 use super::{Cancelled, FsError, check_globs};
 
-/// Bytes of one line that are held in memory; a file with a longer one is given up there.
+/// Maximum length of a line in memory; the search of a file ends at a longer line.
 const MAX_LINE_BYTES: usize = 16 << 20;
 
-/// Bytes of a compiled expression, and of what each thread remembers while matching.
+/// Maximum size of a compiled expression, and of the matcher's cache of each thread.
 const MAX_REGEX_BYTES: usize = 10 << 20;
 
-/// What an answer holds for each match besides its path and its lines.
+/// Size of a match in the response besides its path and its lines.
 const MATCH_OVERHEAD_BYTES: usize = 64;
 
-/// Checks the params against their bounds.
+/// Checks the parameters against their limits.
 ///
 /// # Errors
 ///
@@ -65,13 +65,13 @@ pub(super) fn check(params: &SearchParams) -> Result<(), FsError> {
 
 /// Searches `root`, which is `params.path` on this machine.
 ///
-/// Matches come by path, then by line. When there are more than fit, which of them are told is
-/// whichever were found first. Files that cannot be read, binary files and links below the root are
-/// left out. Blocks until it is done, or until shortly after `cancelled` says so.
+/// Matches are sorted by path, then by line. If there are more than the limit allows, the result
+/// holds those that were found first. Unreadable files, binary files and links below the root are
+/// left out. Blocks until the search is done, or until shortly after `cancelled` returns true.
 ///
 /// # Errors
 ///
-/// [`FsError::Params`] when the pattern or a glob is invalid, or whatever the system says of the path.
+/// [`FsError::Params`] when the pattern or a glob is invalid, or an IO error of the path.
 pub fn search(
     root: &Path,
     params: &SearchParams,
@@ -95,7 +95,7 @@ pub fn search(
     if found.is_dir() {
         walk(root, params.gitignore, overrides).visit(&mut &shared);
     } else {
-        // Whoever names a file wants it, whatever globs and rules say.
+        // A file that the request names is searched regardless of globs and ignore rules.
         let mut worker = shared.worker();
         worker.search(root.to_owned(), OFlags::empty());
     }
@@ -133,11 +133,12 @@ fn walk(root: &Path, gitignore: bool, overrides: Override) -> ignore::WalkParall
         .overrides(overrides.clone())
         .threads(thread::available_parallelism().map_or(1, usize::from));
     if gitignore {
-        // Not left to the walk, which would wait for a pipe of that name.
+        // Ignore rules are evaluated here: the walker would block on a pipe named like a rules
+        // file.
         let ignored = Ignored::new(root);
         builder.filter_entry(move |entry| {
             let is_dir = entry.file_type().is_some_and(|kind| kind.is_dir());
-            // What a glob asks for is wanted, whatever the rules say.
+            // An explicit glob overrides the ignore rules.
             let asked = overrides.matched(entry.path(), is_dir).is_whitelist();
             ignored.admits(entry.path(), is_dir, asked)
         });
@@ -145,22 +146,22 @@ fn walk(root: &Path, gitignore: bool, overrides: Override) -> ignore::WalkParall
     builder.build_parallel()
 }
 
-/// What git's rules leave out of a search.
+/// `.gitignore` rules of one search.
 ///
-/// Rules count outside of a repository too. Those above the root count only within one, up to its
-/// top: a stray file far up would hide everything.
+/// Rules also apply outside a repository. Rules above the root apply only within a repository, up
+/// to its root: a stray file in a distant parent could otherwise hide everything.
 struct Ignored {
     root: PathBuf,
     rules: Option<Arc<Rules>>,
-    /// Directories below the root with other rules than the one around them.
+    /// Directories below the root whose rules differ from those of their parent.
     below: RwLock<HashMap<PathBuf, Option<Arc<Rules>>>>,
-    /// There is one at least.
+    /// Whether `below` has any entry.
     differs: AtomicBool,
-    /// How many rules are held.
+    /// Number of rules in memory.
     count: AtomicU64,
 }
 
-/// Rules that are held for one search; those of directories found later do not count.
+/// Maximum number of rules in memory for one search; rules of directories found later are ignored.
 const MAX_RULES: u64 = 1 << 17;
 
 impl Ignored {
@@ -174,7 +175,7 @@ impl Ignored {
         }
     }
 
-    /// Whether something is searched; a directory is asked about before what is in it.
+    /// Whether a path is searched; must be called for a directory before its entries.
     fn admits(&self, path: &Path, is_dir: bool, asked: bool) -> bool {
         let rules = path.parent().and_then(|parent| self.rules_of(parent));
         if !asked && gitignore::ignores(rules.as_deref(), path, is_dir) {
@@ -216,24 +217,24 @@ impl Ignored {
     }
 }
 
-/// What the threads of one search share.
+/// State shared by the threads of one search.
 struct Shared<'a> {
     cancelled: Cancelled<'a>,
     params: &'a SearchParams,
     matcher: RegexMatcher,
-    /// No more matches are wanted.
+    /// The limit of matches is reached.
     full: AtomicBool,
-    /// Something was left out.
+    /// Some matches were left out.
     truncated: AtomicBool,
-    /// Matches so far, and those that came too late.
+    /// Number of matches so far, including those above the limit.
     taken: AtomicUsize,
-    /// Bytes of the answer so far.
+    /// Size of the response so far, in bytes.
     bytes: AtomicUsize,
     files: AtomicU64,
     found: Mutex<Vec<Found>>,
 }
 
-/// The matches of one file.
+/// Matches of one file.
 struct Found {
     path: PathBuf,
     uri: PathUri,
@@ -279,7 +280,7 @@ impl<'a> Shared<'a> {
         self.is_cancelled() || self.full.load(Ordering::Relaxed)
     }
 
-    /// Whether there is room for one more match of this size.
+    /// Whether one more match of this size fits.
     fn admit(&self, bytes: usize) -> bool {
         let before = self.taken.fetch_add(1, Ordering::Relaxed);
         let used = self.bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -319,11 +320,11 @@ impl<'s> ParallelVisitorBuilder<'s> for &'s Shared<'_> {
     }
 }
 
-/// One thread of a search.
+/// State of one search thread.
 struct Worker<'s, 'a> {
     shared: &'s Shared<'a>,
     matcher: RegexMatcher,
-    /// Keeps its buffers from file to file.
+    /// Reuses its buffers from file to file.
     searcher: Searcher,
     found: Vec<Found>,
 }
@@ -350,7 +351,7 @@ impl Drop for Worker<'_, '_> {
 
 impl Worker<'_, '_> {
     fn search(&mut self, path: PathBuf, flags: OFlags) {
-        // What was a file may be a pipe by now, and must not make the open wait.
+        // The file may have been replaced by a pipe, which must not block the open.
         let flags = flags | OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let Ok(file) = rustix::fs::open(&path, flags, Mode::empty()).map(File::from) else {
             return;
@@ -383,7 +384,7 @@ impl Worker<'_, '_> {
         if let Err(error) = searched
             && error.raw_os_error().is_none()
         {
-            // Not the system's word: a line was too long to be held.
+            // Not an IO error: a line was too long to be held in memory.
             self.shared.truncated.store(true, Ordering::Relaxed);
         }
         let (lines, uri) = (sink.lines, sink.uri);
@@ -395,7 +396,7 @@ impl Worker<'_, '_> {
     }
 }
 
-/// A file that seems to end as soon as no more of it is wanted.
+/// Reader that reports the end of the file when no more of it is needed.
 struct Guarded<'s, 'a> {
     file: File,
     shared: &'s Shared<'a>,
@@ -412,27 +413,27 @@ impl Read for Guarded<'_, '_> {
     }
 }
 
-/// Gathers the matches of one file.
+/// Collects the matches of one file.
 struct Lines<'s, 'a> {
     shared: &'s Shared<'a>,
     matcher: &'s RegexMatcher,
-    /// A match still waits for lines after it.
+    /// Whether a match still needs context lines after it.
     pending: &'s Cell<bool>,
     path: &'s Path,
-    /// Made for the first match only: most files have none.
+    /// Created at the first match: most files have none.
     uri: Option<PathUri>,
     context: usize,
     lines: Vec<Line>,
-    /// The first of `lines` that waits for lines after it.
+    /// Index of the first of `lines` that still needs context lines after it.
     open: usize,
-    /// The latest lines with their numbers, as many as the context.
+    /// The latest lines with their numbers, as many as the context needs.
     recent: VecDeque<(u64, String)>,
-    /// No more matches are taken; only the lines after those that were.
+    /// No more matches are accepted, only the context lines of earlier matches.
     full: bool,
 }
 
 impl Lines<'_, '_> {
-    /// Shows a line to the matches around it.
+    /// Adds a line to the context of the matches near it.
     fn pass(&mut self, number: u64, text: String) {
         if self.context == 0 {
             return;
@@ -455,7 +456,7 @@ impl Lines<'_, '_> {
         self.pending.set(self.open < self.lines.len());
     }
 
-    /// The lines right before one.
+    /// The context lines before a line.
     fn before(&self, number: u64) -> Vec<String> {
         let first = number.saturating_sub(self.context as u64);
         self.recent
@@ -465,7 +466,7 @@ impl Lines<'_, '_> {
             .collect()
     }
 
-    /// Whether the file is to be read on.
+    /// Whether to continue reading the file.
     fn goes_on(&self) -> bool {
         !self.shared.is_cancelled() && (!self.full || self.pending.get())
     }
@@ -522,7 +523,7 @@ impl Sink for Lines<'_, '_> {
 
     fn finish(&mut self, _: &Searcher, finish: &SinkFinish) -> io::Result<()> {
         if finish.binary_byte_offset().is_some() {
-            // What looked like text at first is not; it is as if it had not been looked into.
+            // The file looked like text at first and is binary: drop its matches.
             let taken = self.lines.len();
             self.shared.taken.fetch_sub(taken, Ordering::Relaxed);
             self.lines.clear();
@@ -536,12 +537,12 @@ fn without_end(line: &[u8]) -> &[u8] {
     line.strip_suffix(b"\r").unwrap_or(line)
 }
 
-/// A line as it is shown: its beginning, with U+FFFD for bytes that are no text.
+/// The displayed part of a line: its beginning, with U+FFFD for invalid UTF-8.
 fn shown(line: &[u8]) -> Text {
     let cut = line.len() > MAX_SEARCH_TEXT_BYTES;
     let mut end = line.len().min(MAX_SEARCH_TEXT_BYTES);
     if cut {
-        // Not in the middle of a character.
+        // Do not cut within a character.
         let is_inside = |&byte: &u8| byte & 0xC0 == 0x80;
         while end > MAX_SEARCH_TEXT_BYTES - 4 && line.get(end).is_some_and(is_inside) {
             end -= 1;

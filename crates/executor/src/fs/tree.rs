@@ -1,7 +1,7 @@
-//! Trees: removing, copying and moving them.
+//! Recursive remove, copy and rename.
 //!
-//! Inside a tree everything is opened relative to the directory it is in and no link is followed,
-//! so whoever can change the tree meanwhile cannot lead us out of it.
+//! Everything inside a tree is opened relative to its parent directory without following links, so
+//! a process that changes the tree meanwhile cannot redirect the operation outside the tree.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -17,13 +17,13 @@ use super::open::{file_type, link, parent, same, stat_in};
 use super::replace::{Replacement, Target, target, temporary_name};
 use super::{Cancelled, FsError, LinkAt, Links, at, go_on};
 
-/// Removes what is at a path; a link is removed itself.
+/// Removes a path; a link itself is removed, not its target.
 ///
 /// # Errors
 ///
-/// [`FsError::Symlink`] when links are refused and there is one, [`FsError::RemoveNoFollow`] when a
-/// whole tree is to be removed that way, or whatever the system says. With `force` it is no error
-/// that nothing is there.
+/// [`FsError::Symlink`] when links are refused and the path contains one,
+/// [`FsError::RemoveNoFollow`] when links are refused for a recursive removal, or an IO error. With
+/// `force` a missing path is not an error.
 pub fn remove(path: &Path, recursive: bool, force: bool, links: Links) -> Result<(), FsError> {
     let removed = match (links, recursive) {
         (Links::Refuse, true) => Err(FsError::RemoveNoFollow),
@@ -46,7 +46,7 @@ fn remove_following(path: &Path, recursive: bool) -> Result<(), FsError> {
     if rustix::fs::stat("/").is_ok_and(|root| same(&root, &found)) {
         return Err(FsError::Root(path.to_owned()));
     }
-    // The library's removal of trees follows no link, whatever is swapped in meanwhile.
+    // The library's recursive removal does not follow links, even if one is swapped in meanwhile.
     let remove = if recursive {
         fs::remove_dir_all
     } else {
@@ -67,13 +67,13 @@ fn remove_no_follow(path: &Path) -> Result<(), FsError> {
 
 /// Copies a file, a link or, with `recursive`, a tree.
 ///
-/// A file replaces another at once, keeping its own mode. A link is made anew. A directory is merged
-/// into one that is there; pipes, sockets and devices in it are left out.
+/// A file replaces an existing file atomically and keeps its own mode. A link is created again. A
+/// directory is merged into an existing one; pipes, sockets and devices in it are left out.
 ///
 /// # Errors
 ///
 /// [`FsError::CopyDirectory`], [`FsError::CopyIntoItself`], [`FsError::CopyKind`],
-/// [`FsError::Cancelled`], or whatever the system says.
+/// [`FsError::Cancelled`], or an IO error.
 pub fn copy(
     source: &Path,
     destination: &Path,
@@ -107,12 +107,12 @@ pub fn copy(
     }
 }
 
-/// The path without links, though its end may be missing.
+/// The path with links resolved; its last components may be missing.
 fn resolve(path: &Path) -> Result<PathBuf, FsError> {
     for ancestor in path.ancestors() {
         match fs::canonicalize(ancestor) {
             Ok(there) => {
-                // An ancestor of a path is its beginning.
+                // An ancestor is always a prefix of the path.
                 let rest = path.strip_prefix(ancestor).unwrap_or(Path::new(""));
                 return Ok(there.join(rest));
             }
@@ -150,14 +150,14 @@ fn copy_file(source: &Path, destination: &Path, cancelled: Cancelled<'_>) -> Res
     }
 }
 
-/// Copies bytes inside the kernel, sharing them where the filesystem can.
+/// Copies the content within the kernel; shares blocks where the filesystem supports it.
 fn copy_content(
     from: &File,
     mut to: &File,
     destination: &Path,
     cancelled: Cancelled<'_>,
 ) -> Result<(), FsError> {
-    /// Between two looks at whether anybody still waits.
+    /// Bytes copied between two checks for cancellation.
     const STEP_BYTES: u64 = 64 << 20;
     loop {
         go_on(cancelled)?;
@@ -168,27 +168,27 @@ fn copy_content(
     }
 }
 
-/// How much of a file is carried over besides its content.
+/// Metadata that is copied with a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fidelity {
-    /// Its mode, as a copy has it; special files are left out.
+    /// The mode, as a copy needs it; special files are left out.
     Mode,
-    /// Its mode, owner and times, as a move has it; special files are refused.
+    /// Mode, owner and times, as a move needs them; special files are refused.
     All,
 }
 
-/// A directory on its way from one place to another.
+/// One directory of a copy: its source and its destination.
 struct Level {
     from: OwnedFd,
     to: OwnedFd,
     path: PathBuf,
     names: Listing,
     next: usize,
-    /// What the new directory shall be like in the end; one that was there stays as it is.
+    /// Final metadata of a new directory; `None` for an existing directory, which stays unchanged.
     like: Option<Stat>,
 }
 
-/// Copies what is in a directory into another.
+/// Copies the content of a directory into another.
 fn copy_tree(
     source: &Path,
     destination: &Path,
@@ -196,7 +196,8 @@ fn copy_tree(
     fidelity: Fidelity,
     cancelled: Cancelled<'_>,
 ) -> Result<(), FsError> {
-    // The top of the destination may be a link to a directory, as for any path; nothing below may.
+    // The root of the destination may be a link to a directory, as for any path; nothing below it
+    // may be.
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let to = rustix::fs::open(destination, flags, Mode::empty()).map_err(at(destination))?;
     let top = rustix::fs::fstat(&to).map_err(at(destination))?;
@@ -224,7 +225,7 @@ fn copy_tree(
             Kind::Directory => {
                 let from = open_in(&level.from, &name).map_err(at(&path))?;
                 let found = rustix::fs::fstat(&from).map_err(at(&path))?;
-                // Seen through something mounted inside the source, the copy would be without end.
+                // If the destination is also mounted inside the source, the copy would never end.
                 if same(&found, &top) {
                     return Err(FsError::CopyIntoItself);
                 }
@@ -287,7 +288,7 @@ impl Level {
         let from = File::from(from.map_err(at(path))?);
         let found = rustix::fs::fstat(&from).map_err(at(path))?;
         if file_type(&found) != FileType::RegularFile {
-            // It was one when the directory was read.
+            // It was a directory when its parent was read.
             return Ok(());
         }
         let mode = Mode::from_raw_mode(found.st_mode);
@@ -328,12 +329,12 @@ impl Level {
     }
 }
 
-/// Gives a new file or directory what another has.
+/// Copies metadata to a new file or directory.
 fn carry_over(to: impl AsFd, like: &Stat, fidelity: Fidelity) -> Result<(), Errno> {
     let to = to.as_fd();
     if fidelity == Fidelity::All {
         let (owner, group) = owners(like);
-        // Only root can always do this.
+        // Only root can always change the owner.
         let _ = rustix::fs::fchown(to, owner, group);
     }
     rustix::fs::fchmod(to, Mode::from_raw_mode(like.st_mode))?;
@@ -353,7 +354,7 @@ fn owners(stat: &Stat) -> (Option<Uid>, Option<Gid>) {
 fn times(stat: &Stat) -> Timestamps {
     let time = |seconds, nanoseconds: u64| rustix::fs::Timespec {
         tv_sec: seconds,
-        // Below a thousand million.
+        // Always below 1,000,000,000.
         tv_nsec: nanoseconds as i64,
     };
     Timestamps {
@@ -362,15 +363,15 @@ fn times(stat: &Stat) -> Timestamps {
     }
 }
 
-/// Moves what is at a path; a link is moved itself.
+/// Moves a path; a link itself is moved, not its target.
 ///
-/// Within a filesystem that is one step. To another one it is copied under a hidden name, put in
-/// place at once, and then removed where it was.
+/// Within a filesystem this is one rename. To another filesystem, the source is copied to a hidden
+/// name, renamed into place, and then removed.
 ///
 /// # Errors
 ///
-/// [`FsError::Exists`] when something is there that shall not be replaced, [`FsError::Cancelled`],
-/// or whatever the system says.
+/// [`FsError::Exists`] when the destination exists and must not be replaced,
+/// [`FsError::Cancelled`], or an IO error.
 pub fn rename(
     from: &Path,
     to: &Path,
@@ -381,13 +382,13 @@ pub fn rename(
         Ok(()) => Ok(()),
         Err(Errno::XDEV) => move_across(from, to, overwrite, cancelled),
         Err(Errno::EXIST) if !overwrite => Err(FsError::Exists(to.to_owned())),
-        // The system does not say which of the two is missing.
+        // The system does not report which of the two paths is missing.
         Err(error) if rustix::fs::lstat(from).is_err() => Err(at(from)(error)),
         Err(error) => Err(at(to)(error)),
     }
 }
 
-/// Gives something another name, in one step.
+/// Renames in one step, within a filesystem.
 fn place<A: AsFd, B: AsFd>(
     (from, name): (A, &OsStr),
     (to, new): (B, &OsStr),
@@ -398,7 +399,8 @@ fn place<A: AsFd, B: AsFd>(
     }
     let flags = RenameFlags::NOREPLACE;
     match rustix::fs::renameat_with(&from, name, &to, new, flags) {
-        // Not every filesystem can promise it. A link of a file can: it fails when the name is taken.
+        // Not every filesystem supports `RENAME_NOREPLACE`. Creating a hard link to a file is
+        // equivalent: it fails when the name exists.
         Err(Errno::INVAL | Errno::NOSYS) => match stat_in(&to, new) {
             Ok(_) => Err(Errno::EXIST),
             Err(Errno::NOENT) => {
@@ -427,7 +429,7 @@ fn move_across(
     if !overwrite && stat_in(&to_directory, to_name).is_ok() {
         return Err(FsError::Exists(to.to_owned()));
     }
-    // A directory of its own, so that whatever is to be moved keeps its name and is removed as one.
+    // A temporary directory, so that the moved entry keeps its name and is removed as one tree.
     let mut aside = Aside::new(&to_directory, to)?;
     match file_type(&found) {
         FileType::Directory => {
@@ -469,14 +471,14 @@ fn move_across(
     remove_following(from, true)
 }
 
-/// The name of a directory that is being moved while it is aside.
+/// Name of a moved directory inside its temporary directory.
 const ASIDE_NAME: &str = "moved";
 
-/// A hidden directory beside a destination; goes with all that is left in it.
+/// A hidden temporary directory beside a destination; removed with its content when dropped.
 struct Aside {
     path: PathBuf,
     directory: OwnedFd,
-    /// What is to be put in place.
+    /// Name of the entry to be renamed into place.
     name: OsString,
 }
 
@@ -507,7 +509,7 @@ mod tests {
 
     const NO: Cancelled<'static> = &|| false;
 
-    /// `d/{x, link -> x, fifo, sub/y, locked/}` of odd modes.
+    /// Creates `d/{x, link -> x, fifo, sub/y, locked/}` with unusual modes.
     fn tree(dir: &Path) {
         fs::create_dir_all(dir.join("d/sub")).unwrap();
         fs::create_dir(dir.join("d/locked")).unwrap();
@@ -537,7 +539,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_keep_modes_and_links_and_skip_pipes() {
+    fn copy_keeps_modes_and_links_and_skips_pipes() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path();
         tree(dir);
@@ -551,7 +553,8 @@ mod tests {
         assert_eq!(mode(&copied.join("locked")), 0o500);
         assert_eq!(fs::read(copied.join("sub/y")).unwrap(), b"y");
 
-        // A planted link is replaced, not followed; a directory behind one is not entered.
+        // A link planted in the destination is replaced, not followed; a directory behind a link is
+        // not entered.
         fs::remove_file(copied.join("link")).unwrap();
         fs::write(dir.join("victim"), "untouched").unwrap();
         fs::remove_file(copied.join("x")).unwrap();
@@ -569,7 +572,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_of_files_are_placed_at_once() {
+    fn copied_file_replaces_target_atomically() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path();
         tree(dir);
@@ -586,7 +589,7 @@ mod tests {
     }
 
     #[test]
-    fn no_copy_goes_into_itself() {
+    fn copy_into_itself_is_rejected() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path();
         tree(dir);
@@ -642,7 +645,7 @@ mod tests {
     }
 
     #[test]
-    fn renaming_replaces_only_when_told() {
+    fn rename_replaces_only_if_requested() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path();
         tree(dir);
@@ -659,13 +662,13 @@ mod tests {
         assert_eq!(names(dir), ["e", "link"]);
     }
 
-    /// As a move to another filesystem does it, whether or not this machine has one to hand.
+    /// Tests the move to another filesystem, also on a machine with only one.
     #[test]
-    fn moving_across_carries_everything_over() {
+    fn move_across_filesystems_keeps_all_metadata() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path();
         for across in [true, false] {
-            // Shared memory is a filesystem of its own nearly everywhere.
+            // `/dev/shm` is a separate filesystem on nearly every machine.
             let other = if across {
                 tempfile::tempdir_in("/dev/shm").unwrap()
             } else {

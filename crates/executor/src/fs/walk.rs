@@ -1,4 +1,4 @@
-//! Walking a tree, breadth first and within bounds.
+//! Tree walk, breadth first and with limits.
 
 mod pages;
 
@@ -20,44 +20,44 @@ use super::directory::{Kind, Listing, ReadError, read_first};
 use super::open::file_type;
 use super::{Cancelled, FsError, at, go_on};
 
-/// Bounds of a walk.
+/// Limits of a walk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WalkLimits {
-    /// Directories between the root and what is listed.
+    /// Maximum depth below the root.
     pub depth: usize,
-    /// Directories to enter.
+    /// Maximum number of directories to enter.
     pub directories: usize,
-    /// Entries to look at.
+    /// Maximum number of entries to examine.
     pub entries: usize,
 }
 
-/// The most that can be asked for.
+/// Maximum limits of a request.
 pub const MAX_WALK: WalkLimits = WalkLimits {
     depth: 64,
     directories: 10_000,
     entries: 50_000,
 };
 
-/// Bytes that an answer may have, counted as below.
+/// Maximum size of a result in bytes, including `ITEM_BYTES` for each item.
 const BUDGET_BYTES: usize = 4 << 20;
 
-/// What an item costs besides its path.
+/// Size of an item besides its path.
 const ITEM_BYTES: usize = 64;
 
-/// What a walk found, directory by directory.
+/// Result of a walk, grouped by directory.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Walked {
     groups: Vec<Group>,
-    /// What could not be looked at.
+    /// Paths that could not be examined, and the errors.
     #[serde(with = "super::wire::failures")]
     pub errors: Vec<(PathBuf, io::Error)>,
-    /// A bound was reached: there is more.
+    /// A limit was reached: there are more entries.
     pub truncated: bool,
     /// The cursor of the next page, if there is one.
     pub next: Option<String>,
 }
 
-/// What was found in one directory.
+/// Entries found in one directory.
 #[derive(Debug, Serialize, Deserialize)]
 struct Group {
     #[serde(with = "super::wire::path")]
@@ -66,7 +66,7 @@ struct Group {
 }
 
 impl Walked {
-    /// Whether it makes sense; one from another process might not.
+    /// Whether the value is consistent; a value from another process may be invalid.
     pub(crate) fn is_whole(&self) -> bool {
         self.groups.iter().all(|group| group.found.is_whole())
     }
@@ -75,7 +75,7 @@ impl Walked {
     pub(super) fn into_result(self) -> WalkResult {
         let mut entries = Vec::new();
         for (directory, found) in self.directories() {
-            // Absolute and without NUL, as every path that was walked to.
+            // Every path of a walk is absolute and without NUL.
             let Ok(directory) = PathUri::from_native(directory) else {
                 continue;
             };
@@ -98,7 +98,7 @@ impl Walked {
         }
     }
 
-    /// Adds something that was found, after what was found before it.
+    /// Adds an entry after those found before it.
     fn push(&mut self, directory: &Path, name: &OsStr, kind: Kind) {
         if self
             .groups
@@ -115,7 +115,7 @@ impl Walked {
         }
     }
 
-    /// Notes what could not be looked at; whether there is room for more.
+    /// Records an error; returns whether the budget allows more items.
     fn fail(&mut self, path: PathBuf, error: Errno, budget: &mut Budget) -> bool {
         let error = io::Error::from(error);
         let room = budget.afford(path.as_os_str().len() + error.to_string().len());
@@ -125,7 +125,7 @@ impl Walked {
         room
     }
 
-    /// Each directory that was entered with what was found in it, names in order.
+    /// Each directory that was entered, and its entries in order.
     pub fn directories(
         &self,
     ) -> impl Iterator<Item = (&Path, impl Iterator<Item = (&OsStr, WalkKind)>)> {
@@ -139,13 +139,14 @@ impl Walked {
     }
 }
 
-/// Lists a tree: directories and regular files, breadth first, the names of each directory in order.
+/// Lists a tree: directories and regular files, breadth first, the names of each directory in
+/// order.
 ///
-/// A root that is no directory has nothing in it.
+/// A root that is not a directory has no entries.
 ///
 /// # Errors
 ///
-/// When the bounds are out of bounds, the root is missing, or nobody waits any more.
+/// When a limit is out of range, the root is missing, or the walk is cancelled.
 pub fn walk(
     root: &Path,
     options: WalkOptions,
@@ -202,12 +203,12 @@ fn open_to_list(directory: &Path, follow: bool) -> Result<OwnedFd, Errno> {
     rustix::fs::open(directory, flags, Mode::empty())
 }
 
-/// Whether what is below a directory of this name is left out.
+/// Whether the content of a directory with this name is left out.
 fn is_pruned(options: &WalkOptions, name: &[u8]) -> bool {
     options.prune_hidden_directories && name.starts_with(b".")
 }
 
-/// Bytes that an answer may still have.
+/// Bytes that the result may still use.
 struct Budget(usize);
 
 impl Default for Budget {
@@ -217,7 +218,8 @@ impl Default for Budget {
 }
 
 impl Budget {
-    /// Takes the room of an item with a text of so many bytes; whether there was as much.
+    /// Takes the size of an item with a text of this length from the budget; false if it does not
+    /// fit.
     fn afford(&mut self, bytes: usize) -> bool {
         match self.0.checked_sub(bytes + ITEM_BYTES) {
             Some(rest) => {
@@ -233,9 +235,9 @@ struct Walker<'a> {
     options: WalkOptions,
     cancelled: Cancelled<'a>,
     walked: Walked,
-    /// Directories to enter, with how far below the root they are.
+    /// Directories to enter, with their depth below the root.
     queue: VecDeque<(PathBuf, usize)>,
-    /// Directories that were entered, when links may lead to one again.
+    /// Directories already entered, used when links could lead to one again.
     seen: HashSet<(u64, u64)>,
     entered: usize,
     examined: usize,
@@ -243,7 +245,7 @@ struct Walker<'a> {
 }
 
 impl Walker<'_> {
-    /// Lists one directory; whether there is room for more.
+    /// Lists one directory; returns whether the walk may continue.
     fn enter(&mut self, directory: PathBuf, depth: usize) -> Result<bool, FsError> {
         if self.entered == self.options.max_directories {
             self.walked.truncated = true;
@@ -265,7 +267,7 @@ impl Walker<'_> {
         }
         self.entered += 1;
 
-        // One name more than allowed shows whether there is more.
+        // One name more than allowed shows whether there are more.
         let wanted = self.options.max_entries - self.examined + 1;
         let mut names = Listing::default();
         match read_first(&fd, wanted, self.cancelled, |_, _| true, &mut names) {
@@ -297,7 +299,7 @@ impl Walker<'_> {
             self.examined += 1;
             let kind = match kind {
                 Kind::Symlink if self.options.follow_directory_symlinks => {
-                    // Only those that lead to a directory are of interest.
+                    // Only links to directories are relevant.
                     match rustix::fs::statat(fd, name, AtFlags::empty()) {
                         Ok(stat) if file_type(&stat) == FileType::Directory => Kind::Directory,
                         _ => continue,
@@ -319,7 +321,7 @@ impl Walker<'_> {
         true
     }
 
-    /// Notes what could not be looked at; whether there is room for more.
+    /// Records an error; returns whether the budget allows more items.
     fn failed(&mut self, path: PathBuf, error: Errno) -> bool {
         self.walked.fail(path, error, &mut self.budget)
     }
@@ -356,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn breadth_first_sorted_and_bounded() {
+    fn walk_is_breadth_first_sorted_and_limited() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path();
         fs::create_dir_all(root.join("b/deep/er")).unwrap();
@@ -425,7 +427,7 @@ mod tests {
         for (max_entries, names, truncated) in [
             (1, 1, true),
             (3, 3, true),
-            // The links in the root count, though they are not listed.
+            // The links in the root count towards the limit, though they are not listed.
             (6, 4, true),
             (7, 5, true),
             (11, 8, true),
@@ -441,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_has_a_budget() {
+    fn walk_result_has_a_size_budget() {
         let dir = tempfile::tempdir().unwrap();
         let name = "n".repeat(200);
         for n in 0..16_000 {
@@ -454,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_roots() {
+    fn walk_of_file_missing_or_linked_root() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("f"), "").unwrap();
         symlink(".", dir.path().join("link")).unwrap();

@@ -1,9 +1,9 @@
-//! Watching trees for changes.
+//! File-change watches of trees.
 //!
-//! A [`Hub`] has one tree for each distinct thing to watch, shared by all who subscribe to it: one
-//! inotify instance and one thread, which end with the last subscriber. A subscriber takes what
-//! happened when it can; meanwhile changes of a path become one, and there is a bound after which
-//! they become a single word: overflow.
+//! A [`Hub`] has one tree for each distinct target, shared by all its subscribers: one inotify
+//! instance and one thread, which end with the last subscription. Until a subscriber takes its
+//! changes, changes of the same path are merged; above a limit they are replaced by one overflow
+//! flag.
 
 mod missing;
 mod pending;
@@ -35,41 +35,41 @@ use self::rules::Filter;
 use self::tree::{Buffer, Target, Tell, Tree};
 use super::{FsError, check_globs};
 
-/// Distinct trees that are watched at once; each takes one of the user's inotify instances, of which
-/// there are 128 unless somebody raised that.
+/// Maximum number of distinct trees. Each uses one of the user's inotify instances; the default
+/// limit of the kernel is 128.
 const MAX_TREES: usize = 64;
 
-/// Bytes of paths in one batch.
+/// Maximum size of the paths in one batch.
 const MAX_BATCH_BYTES: usize = 1 << 20;
 
-/// Why nothing is watched.
+/// Reasons why a watch fails.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WatchError {
-    /// There is nothing at the path, or the system refused.
+    /// The path does not exist, or the system returned an error.
     #[error(transparent)]
     Fs(#[from] FsError),
-    /// A pattern is no glob.
+    /// A pattern is not a valid glob.
     #[error("invalid pattern `{pattern}`: {source}")]
     Pattern {
-        /// Which.
+        /// The pattern.
         pattern: String,
-        /// What is wrong with it.
+        /// The parse error.
         source: ignore::Error,
     },
-    /// The kernel watches no more directories for this user.
+    /// The user's limit of watched directories is reached.
     #[error(
         "cannot watch `{path}`: fs.inotify.max_user_watches is {limit} and all are in use; raise it \
          with `sysctl fs.inotify.max_user_watches={more}`, or ignore directories",
         more = limit.saturating_mul(4)
     )]
     Watches {
-        /// Where it stopped.
+        /// The directory that could not be registered.
         path: PathBuf,
         /// The limit.
         limit: u64,
     },
-    /// The kernel has no more inotify instances for this user.
+    /// The user's limit of inotify instances is reached.
     #[error(
         "cannot watch: fs.inotify.max_user_instances is {limit} and all are in use; raise it with \
          `sysctl fs.inotify.max_user_instances={more}`",
@@ -79,10 +79,10 @@ pub enum WatchError {
         /// The limit.
         limit: u64,
     },
-    /// Too many different trees are watched.
+    /// Too many distinct trees are watched.
     #[error("limit of {MAX_TREES} watched trees reached")]
     TooMany,
-    /// Nobody waits for it any more.
+    /// The request was cancelled.
     #[error("the watch was given up")]
     Cancelled,
 }
@@ -108,16 +108,16 @@ impl WatchError {
     }
 }
 
-/// How much the kernel watches for this user, all programs together.
+/// Kernel limits of inotify for this user, across all programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Directories: `fs.inotify.max_user_watches`.
+    /// Maximum number of directories: `fs.inotify.max_user_watches`.
     pub watches: u64,
-    /// Trees: `fs.inotify.max_user_instances`.
+    /// Maximum number of trees: `fs.inotify.max_user_instances`.
     pub instances: u64,
 }
 
-/// The limits that hold here; 0 where the kernel does not tell.
+/// Returns the limits of this machine; 0 where the kernel does not report one.
 pub fn limits() -> Limits {
     Limits {
         watches: max_watches(),
@@ -133,7 +133,7 @@ fn max_instances() -> u64 {
     limit("max_user_instances", "max_inotify_instances")
 }
 
-/// A limit of the user; that of the user namespace, where it is smaller.
+/// A limit of the user, or that of the user namespace if it is smaller.
 fn limit(name: &str, of_namespace: &str) -> u64 {
     let read = |path: String| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let limits = [
@@ -143,7 +143,7 @@ fn limit(name: &str, of_namespace: &str) -> u64 {
     limits.into_iter().flatten().min().unwrap_or(0)
 }
 
-/// What distinguishes trees.
+/// Key of a shared tree.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Key {
     root: PathBuf,
@@ -155,11 +155,11 @@ struct Key {
 /// All trees that are watched.
 #[derive(Debug, Default)]
 pub struct Hub {
-    /// Locked while a tree is being registered, so that it happens once.
+    /// Locked during registration, so that each tree is registered once.
     trees: Mutex<HashMap<Key, Arc<Mutex<Weak<Trunk>>>>>,
 }
 
-/// A tree as its subscribers hold it; the last one ends it.
+/// A tree as its subscriptions hold it; dropping the last reference ends it.
 #[derive(Debug)]
 struct Trunk {
     shared: Arc<Shared>,
@@ -172,18 +172,19 @@ impl Drop for Trunk {
     }
 }
 
-/// What the thread of a tree and its subscribers share.
+/// State shared by the thread of a tree and its subscribers.
 #[derive(Debug)]
 struct Shared {
     subscribers: Mutex<Vec<Arc<Subscriber>>>,
     stop: Arc<AtomicBool>,
-    /// Readable when the thread is to look around.
+    /// Event descriptor that wakes the thread.
     wake: OwnedFd,
 }
 
 impl Shared {
     fn rouse(&self) {
-        // It cannot fill up: the thread reads it, and one write is as good as many.
+        // The counter cannot overflow: the thread resets it, and several writes count as one
+        // wake-up.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 }
@@ -196,7 +197,7 @@ impl Tell for Arc<Shared> {
     }
 }
 
-/// One who wants to know.
+/// State of one subscription.
 #[derive(Debug)]
 struct Subscriber {
     debounce: Duration,
@@ -206,11 +207,11 @@ struct Subscriber {
 #[derive(Debug, Default)]
 struct State {
     pending: Pending,
-    /// When what is pending may be taken.
+    /// Time when the pending changes become available.
     due: Option<Instant>,
-    /// It may be taken now.
+    /// Changes are available now.
     ready: bool,
-    /// The number of the last batch.
+    /// Number of the last batch.
     seq: u64,
     waker: Option<Waker>,
 }
@@ -224,7 +225,8 @@ impl Subscriber {
         }
     }
 
-    /// Lets what has waited long enough be taken; otherwise, when that will be.
+    /// Makes pending changes available after the debounce time; otherwise returns the time when
+    /// they will be.
     fn ripen(&self, now: Instant) -> Option<Instant> {
         let mut state = self.state.lock();
         let due = state.due?;
@@ -243,12 +245,12 @@ impl Subscriber {
     }
 }
 
-/// Changes that are told at once.
+/// Changes that are delivered together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// From 1, without holes.
+    /// Sequence number, from 1 without gaps.
     pub seq: u64,
-    /// What happened, in order.
+    /// The changes, in order.
     pub changes: Vec<Change>,
     /// Changes were lost before these.
     pub overflow: bool,
@@ -263,14 +265,13 @@ pub struct Subscription {
 }
 
 impl Subscription {
-    /// What is watched, without links.
+    /// The watched path, with links resolved.
     #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// Takes what has been gathered long enough; if there is nothing, `waker` is woken when there
-    /// is.
+    /// Takes the available changes; if there are none, `waker` is woken when there are.
     pub fn take(&self, waker: &Waker) -> Option<Batch> {
         let mut state = self.subscriber.state.lock();
         if !state.ready {
@@ -280,7 +281,7 @@ impl Subscription {
         let (told, overflow) = state.pending.take(MAX_CHANGES, MAX_BATCH_BYTES);
         state.ready = !state.pending.is_empty();
         if told.is_empty() && !overflow {
-            // What was gathered cancelled itself out.
+            // The pending changes cancelled each other out.
             state.waker = Some(waker.clone());
             return None;
         }
@@ -313,7 +314,7 @@ impl Drop for Subscription {
     }
 }
 
-/// Checks the params of a watch against their bounds.
+/// Checks the parameters of a watch against their limits.
 fn check(ignore: &WatchIgnore, debounce: Duration) -> Result<(), FsError> {
     check_globs("patterns", &ignore.patterns)?;
     let debounce = debounce.as_millis();
@@ -326,14 +327,14 @@ fn check(ignore: &WatchIgnore, debounce: Duration) -> Result<(), FsError> {
 }
 
 impl Hub {
-    /// Subscribes to what happens at a path, and below it if that is wanted.
+    /// Subscribes to changes of a path, and optionally of everything below it.
     ///
-    /// Blocks until everything is registered; what happens after that is told. Gives up shortly
+    /// Blocks until the whole tree is registered; every later change is reported. Stops shortly
     /// after `cancelled` is set.
     ///
     /// # Errors
     ///
-    /// When there is nothing at the path, a pattern makes no sense, or a limit is reached.
+    /// When the path does not exist, a pattern is invalid, or a limit is reached.
     pub fn watch(
         &self,
         path: &Path,
@@ -377,7 +378,7 @@ impl Hub {
         })
     }
 
-    /// The place of a tree, within the limit.
+    /// The entry of a tree in the table, within the limit.
     fn slot(&self, key: Key) -> Result<Arc<Mutex<Weak<Trunk>>>, WatchError> {
         let mut trees = self.trees.lock();
         trees.retain(|_, slot| match slot.try_lock() {
@@ -412,7 +413,7 @@ fn start(
         return Err(WatchError::Cancelled);
     }
     tree.stop_with(Arc::clone(&shared.stop));
-    // Ends when the last subscriber drops its trunk.
+    // Ends when the last subscription is dropped.
     thread::Builder::new()
         .name("watch".to_owned())
         .stack_size(256 << 10)
@@ -424,13 +425,13 @@ fn start(
     Ok(Arc::new(Trunk { shared }))
 }
 
-/// The thread of a tree.
+/// Runs the thread of a tree.
 fn run(mut tree: Tree<Arc<Shared>>, shared: &Arc<Shared>) {
     let mut buffer = Buffer::new();
     while !shared.stop.load(Ordering::Relaxed) {
         let more = tree.turn(&mut buffer);
         let now = Instant::now();
-        // Without the lock, as whoever is woken may want it.
+        // The lock is not held: woken subscribers may need it.
         let subscribers = shared.subscribers.lock().clone();
         let ripe = subscribers.iter().filter_map(|one| one.ripen(now)).min();
         drop(subscribers);

@@ -1,6 +1,6 @@
-//! How what file work finds travels between two processes of this program.
+//! serde helpers for the protocol of file helper processes.
 //!
-//! Paths are bytes there, errors of the system their numbers: both arrive as they were.
+//! Paths are sent as bytes and system errors as numbers, so both arrive unchanged.
 
 use std::ffi::OsString;
 use std::io;
@@ -14,12 +14,12 @@ pub(crate) fn text(path: &Path) -> Vec<u8> {
     path.as_os_str().as_bytes().to_vec()
 }
 
-/// The path that these bytes are.
+/// The path with these bytes.
 pub(crate) fn path_of(text: Vec<u8>) -> PathBuf {
     PathBuf::from(OsString::from_vec(text))
 }
 
-/// Bytes, at once rather than one by one.
+/// Bytes, serialized as one block instead of one by one.
 pub(crate) mod bytes {
     use super::*;
 
@@ -45,7 +45,7 @@ pub(crate) mod path {
     }
 }
 
-/// An error of the system.
+/// A system error.
 pub(crate) mod system {
     use super::*;
 
@@ -58,7 +58,7 @@ pub(crate) mod system {
     }
 }
 
-/// Paths that could not be looked at, and why.
+/// Paths that could not be examined, and the errors.
 pub(crate) mod failures {
     use super::*;
 
@@ -84,16 +84,16 @@ pub(crate) mod failures {
     }
 }
 
-/// What the system said.
+/// Serialized form of an error.
 #[derive(Debug, Serialize, Deserialize)]
 enum Said {
-    /// The number of an error.
+    /// An errno.
     Number(i32),
-    /// Something that the library found out by itself.
+    /// An error that the standard library raised itself.
     Other(Sort, String),
 }
 
-/// What callers tell errors apart by.
+/// Error kinds that callers distinguish.
 #[derive(Debug, Serialize, Deserialize)]
 enum Sort {
     NotFound,

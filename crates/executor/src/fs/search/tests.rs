@@ -8,7 +8,7 @@ use super::*;
 
 fn tree(files: &[(&str, &str)]) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
-    // A repository of its own: what others leave above it does not count.
+    // A separate repository, so that rules files above it do not apply.
     fs::create_dir(dir.path().join(".git")).unwrap();
     for (name, content) in files {
         let path = dir.path().join(name);
@@ -49,7 +49,7 @@ fn places(root: &Path, result: &SearchResult) -> Vec<String> {
 }
 
 #[test]
-fn matches_come_by_path_and_line() {
+fn matches_are_sorted_by_path_and_line() {
     let dir = tree(&[
         ("b.txt", "no\na needle\nneedle needle\n"),
         ("a/z.txt", "needle"),
@@ -64,7 +64,7 @@ fn matches_come_by_path_and_line() {
 }
 
 #[test]
-fn the_pattern_is_taken_as_it_is_meant() {
+fn pattern_options_change_the_matching() {
     let dir = tree(&[("f", "a.c\nabc\nA.C\n")]);
     let lines = |change: fn(&mut SearchParams)| {
         let result = run(dir.path(), |params| {
@@ -97,7 +97,7 @@ fn the_pattern_is_taken_as_it_is_meant() {
 }
 
 #[test]
-fn ignored_hidden_and_binary_files_are_left_out() {
+fn ignored_hidden_and_binary_files_are_skipped() {
     let dir = tree(&[
         (".gitignore", "out/\n*.log\n!keep.log\n"),
         ("out/x", "needle"),
@@ -124,7 +124,7 @@ fn ignored_hidden_and_binary_files_are_left_out() {
     });
     assert_eq!(places(dir.path(), &one), ["a.log:1:1"]);
     assert_eq!(one.files_searched, 1);
-    // What is named is searched, through a link too.
+    // A file that the request names is searched, also through a link.
     assert_eq!(run(&dir.path().join("a.log"), |_| ()).matches.len(), 1);
     assert_eq!(run(&dir.path().join("link"), |_| ()).matches.len(), 1);
     symlink("sub", dir.path().join("way")).unwrap();
@@ -135,7 +135,7 @@ fn ignored_hidden_and_binary_files_are_left_out() {
 }
 
 #[test]
-fn rules_above_the_root_count_within_a_repository() {
+fn rules_above_the_root_apply_within_a_repository() {
     let top = tree(&[
         (".gitignore", "*.log\n"),
         ("repo/.gitignore", "*.tmp\n"),
@@ -145,7 +145,7 @@ fn rules_above_the_root_count_within_a_repository() {
         ("repo/sub/mine", "needle"),
         ("repo/sub/b.c", "needle"),
         ("plain/a.log", "needle"),
-        // A worktree elsewhere, whose rules are those of the repository.
+        // A worktree in another directory uses the rules of the repository.
         ("other/.git", "gitdir: ../repo/.git/worktrees/other\n"),
         ("repo/.git/worktrees/other/commondir", "../..\n"),
         ("other/mine", "needle"),
@@ -155,7 +155,7 @@ fn rules_above_the_root_count_within_a_repository() {
         let root = top.path().join(name);
         places(&root, &run(&root, |_| ()))
     };
-    // The rules of one repository end where the next begins, from wherever one looks.
+    // The rules of one repository end at the root of the next, wherever the search begins.
     assert_eq!(below("repo/sub"), ["a.log:1:1", "b.c:1:1"]);
     assert_eq!(below("other"), ["yours:1:1"]);
     assert_eq!(below("plain"), [""; 0]);
@@ -163,7 +163,7 @@ fn rules_above_the_root_count_within_a_repository() {
         below(""),
         ["other/yours:1:1", "repo/sub/a.log:1:1", "repo/sub/b.c:1:1"]
     );
-    // Outside of any, those above do not count.
+    // Outside a repository, rules above the root do not apply.
     if !top
         .path()
         .ancestors()
@@ -176,7 +176,7 @@ fn rules_above_the_root_count_within_a_repository() {
 }
 
 #[test]
-fn odd_files_in_place_of_rules_hold_none() {
+fn rules_file_that_is_no_regular_file_is_ignored() {
     let dir = tree(&[
         ("pipe/a.log", "needle"),
         ("device/a.log", "needle"),
@@ -199,7 +199,7 @@ fn odd_files_in_place_of_rules_hold_none() {
     let expected = ["device", "directory", "linked", "pipe", "repo"];
     let expected = expected.map(|name| format!("{name}/a.log:1:1"));
     assert_eq!(places(dir.path(), &run(dir.path(), |_| ())), expected);
-    // Of the root itself, and above it.
+    // For the root itself, and above it.
     pipe(".gitignore");
     for name in ["pipe", "repo"] {
         let root = at(name);
@@ -208,7 +208,7 @@ fn odd_files_in_place_of_rules_hold_none() {
 }
 
 #[test]
-fn what_a_glob_asks_for_is_found_in_spite_of_rules() {
+fn explicit_glob_overrides_ignore_rules() {
     let dir = tree(&[
         (".gitignore", "*.log\n"),
         ("a.log", "needle"),
@@ -219,7 +219,7 @@ fn what_a_glob_asks_for_is_found_in_spite_of_rules() {
 }
 
 #[test]
-fn bounds_are_exact_and_told() {
+fn search_limits_are_exact_and_reported() {
     let mut text = String::new();
     for number in 1..=100 {
         writeln!(text, "needle {number}").unwrap();
@@ -244,7 +244,7 @@ fn bounds_are_exact_and_told() {
             "{max}"
         );
     }
-    // The last match has the lines after it, even where these are matches that came too late.
+    // The last match has its context lines, even if these are matches above the limit.
     let result = run(&dir.path().join("f0"), |params| {
         params.max_matches = 1;
         params.context_lines = 3;
@@ -271,9 +271,9 @@ fn bounds_are_exact_and_told() {
 }
 
 #[test]
-fn a_search_that_is_cancelled_ends_within_a_file() {
+fn cancelled_search_stops_within_a_file() {
     let dir = tempfile::tempdir().unwrap();
-    // Sparse: gigabytes to read, nothing on the disk. No line ends either.
+    // A sparse file: gigabytes to read, no disk space, no line end.
     let file = File::create(dir.path().join("huge")).unwrap();
     file.set_len(1 << 40).unwrap();
     let result = search(dir.path(), &params(dir.path(), "x"), &|| true).unwrap();
@@ -284,7 +284,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn context_is_what_stands_around(lines in prop::collection::vec(any::<bool>(), 0..40),
+    fn context_lines_surround_the_match(lines in prop::collection::vec(any::<bool>(), 0..40),
         context in 0usize..5, max in 0usize..12) {
         let text: Vec<String> = lines
             .iter()

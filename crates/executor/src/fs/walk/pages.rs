@@ -1,7 +1,7 @@
-//! A tree, page by page: depth first, the names of each directory in order.
+//! Paged tree walk: depth first, the names of each directory in order.
 //!
-//! In this order the path of the last entry says what is still to be listed, so that nothing has to be
-//! kept between two pages. A page reads again the directories above its first entry, and no others.
+//! In this order the path of the last entry determines what is left to list, so no state is kept
+//! between two pages. A page reads only the parent directories of its first entry again.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
@@ -19,7 +19,7 @@ use super::{Budget, Walked, check_bounds, is_pruned, open_to_list};
 
 /// Lists a page of a tree: directories and regular files.
 ///
-/// The bounds in `options`, but for the depth, end the page rather than the walk. Links to directories
+/// The limits in `options`, except the depth, end the page and not the walk. Links to directories
 /// are not followed.
 pub(in crate::fs) fn walk_page(
     root: &Path,
@@ -52,38 +52,38 @@ pub(in crate::fs) fn walk_page(
 
 struct Walker<'a> {
     options: WalkOptions,
-    /// Entries that the page may have.
+    /// Maximum number of entries of the page.
     limit: usize,
     cancelled: Cancelled<'a>,
     walked: Walked,
-    /// The directories that are being listed, each below the one before.
+    /// Directories being listed, each below the one before.
     levels: Vec<Level>,
-    /// The path of the last entry that was listed, relative to the root.
+    /// Path of the last listed entry, relative to the root.
     last: Vec<u8>,
     listed: usize,
     entered: usize,
     budget: Budget,
 }
 
-/// A directory that is being listed.
+/// A directory being listed.
 struct Level {
     directory: PathBuf,
-    /// Its path relative to the root, with a slash at the end unless it is the root.
+    /// Path relative to the root, with a trailing slash unless it is the root.
     prefix: Vec<u8>,
-    /// What is still to be listed, in order.
+    /// Names left to list, in order.
     names: Listing,
     position: usize,
-    /// There are more names, which this page has no room for.
+    /// More names exist than the page can hold.
     cut: bool,
 }
 
 impl Level {
-    /// How many names are still to be listed.
+    /// Number of names left to list.
     fn left(&self) -> usize {
         self.names.len() - self.position
     }
 
-    /// Lets go of all names but the next ones.
+    /// Drops all names except the next `count`.
     fn keep(&mut self, count: usize) {
         let mut kept = Listing::default();
         for (name, kind) in self.names.iter().skip(self.position).take(count) {
@@ -93,7 +93,7 @@ impl Level {
     }
 }
 
-/// What became of a directory that was to be listed.
+/// Result of entering a directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Entered {
     Yes,
@@ -104,7 +104,7 @@ enum Entered {
 }
 
 impl Walker<'_> {
-    /// Enters the directories that the page begins in; whether there is room for them.
+    /// Enters the directories that contain the start of the page; false if the page is full.
     fn resume(&mut self, root: &Path) -> Result<bool, FsError> {
         let after = std::mem::take(&mut self.last);
         self.last.clone_from(&after);
@@ -114,7 +114,7 @@ impl Walker<'_> {
             for (depth, name) in after.split(|&byte| byte == b'/').enumerate() {
                 match self.enter(directory.clone(), prefix.clone(), Some(name))? {
                     Entered::Full => return Ok(false),
-                    // It went, and all below it.
+                    // The directory and everything below it were removed.
                     Entered::No => return Ok(true),
                     Entered::Yes => {}
                 }
@@ -126,16 +126,16 @@ impl Walker<'_> {
                 prefix.push(b'/');
             }
         }
-        // The last entry of the page before may be a directory, whose names come next.
+        // If the last entry of the previous page is a directory, its names come next.
         Ok(self.enter(directory, prefix, None)? != Entered::Full)
     }
 
-    /// Whether what is below a directory at this depth is listed.
+    /// Whether the content of a directory at this depth is listed.
     fn may_enter(&self, depth: usize, name: &[u8]) -> bool {
         depth < self.options.max_depth && !is_pruned(&self.options, name)
     }
 
-    /// Lists the entries of the page; whether that were all.
+    /// Lists the entries of the page; returns whether the tree is finished.
     fn list(&mut self) -> Result<bool, FsError> {
         while let Some(depth) = self.levels.len().checked_sub(1) {
             go_on(self.cancelled)?;
@@ -172,7 +172,7 @@ impl Walker<'_> {
         Ok(true)
     }
 
-    /// Reads the names of a directory, or those after one of them.
+    /// Reads the names of a directory, or only those after a given name.
     fn enter(
         &mut self,
         directory: PathBuf,
@@ -185,7 +185,7 @@ impl Walker<'_> {
             return Ok(Entered::Full);
         }
         let opened = open_to_list(&directory, false);
-        // It went meanwhile, or has never been a directory.
+        // It was removed meanwhile, or was never a directory.
         if let Err(Errno::NOTDIR | Errno::NOENT | Errno::LOOP) = opened {
             return Ok(Entered::No);
         }
@@ -230,7 +230,7 @@ impl Walker<'_> {
         Ok(Entered::Yes)
     }
 
-    /// Lets go of names that the page has no room for, when there are many of them.
+    /// Drops names that do not fit the page, when there are many of them.
     fn trim(&mut self, room: usize) {
         let all: usize = self.levels.iter().map(Level::left).sum();
         if all <= 2 * self.limit {
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_of_any_size_list_the_same_in_the_same_order() {
+    fn pages_of_any_size_list_the_same_order() {
         let directory = tree(&["b/deep/er/", "b/deep/y", "b/x", ".h/z", "a", "c", "b-"]);
         symlink("b", directory.path().join("link")).unwrap();
         symlink("..", directory.path().join("b/loop")).unwrap();
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_end_a_page_and_lose_nothing() {
+    fn limit_ends_a_page_and_loses_no_entry() {
         let directory = tree(&["a/1", "a/b/2", "a/b/c/3", "d/4", "e/", "f"]);
         let all = pages(directory.path(), ALL, 100).concat();
         assert_eq!(all.len(), 10);
@@ -362,13 +362,14 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_that_goes_between_pages_does_not_stop_the_walk() {
+    fn removed_cursor_entry_does_not_stop_the_walk() {
         let directory = tree(&["a/1", "a/b/2", "a/b/3", "c", "d"]);
         let mut page = Page {
             limit: 3,
             after: Vec::new(),
         };
-        // The last entry of the first page is `a/b/2`'s directory; it becomes a link to elsewhere.
+        // The last entry of the first page is in the directory `a/b/2`, which is replaced by a link
+        // to another directory.
         let first = walk_page(directory.path(), ALL, &page, &|| false).unwrap();
         page.after = b"a/b".to_vec();
         assert_eq!(first.next, Some(cursor(&page.after)));
@@ -384,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_names_are_kept_than_two_pages_hold() {
+    fn memory_holds_at_most_two_pages_of_names() {
         let directory = tempfile::tempdir().unwrap();
         let mut deep = directory.path().to_owned();
         for _ in 0..10 {
@@ -415,9 +416,9 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(32))]
 
-        /// Whatever changes between pages, what stays is listed once, and nothing twice.
+        /// Entries that persist across changes between pages are listed exactly once.
         #[test]
-        fn what_stays_is_listed_once(
+        fn persistent_entries_are_listed_once(
             limit in 1usize..5,
             steady in proptest::collection::hash_set("[a-c]{1,2}/[a-c]{1,2}", 1..12),
             coming in proptest::collection::vec("[a-d]{1,2}/[a-d]{1,3}", 0..12),

@@ -1,8 +1,7 @@
-//! Waiting for something that is not there.
+//! Waiting for a path to be created.
 //!
-//! Watches the directories that lead to the paths, as far as they are there, with one inotify
-//! instance and no thread. What the kernel tells is only a reason to look; what counts is what is
-//! found.
+//! Watches the existing parent directories of the paths with one inotify instance and no thread. An
+//! event only triggers a check; the result depends on the state of the filesystem.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -24,15 +23,15 @@ use super::WatchError;
 use super::tree::{init, is_gone};
 use crate::sys;
 
-/// Waits for one of several paths to appear, or for a present one to change.
+/// Wait for one of several missing paths to appear, or for an existing path to change.
 #[derive(Debug)]
 pub struct Missing {
     inotify: Arc<AsyncFd<OwnedFd>>,
     missing: Vec<PathBuf>,
-    /// Of each path, the first part that was not there.
+    /// The first missing component of each path.
     awaited: Vec<PathBuf>,
     present: Option<Present>,
-    /// Names of interest in the directories that are watched.
+    /// Relevant names in each watched directory.
     names: HashMap<i32, Vec<OsString>>,
 }
 
@@ -64,13 +63,13 @@ const PRESENT: WatchFlags = WatchFlags::MODIFY
     .union(WatchFlags::MASK_ADD);
 
 impl Missing {
-    /// Begins to watch. Blocks for a moment; to be called within a runtime.
+    /// Starts watching. Blocks briefly; must be called within a runtime.
     ///
-    /// Nothing if one of the missing paths is there, or the present one is not.
+    /// Returns `None` if one of the missing paths exists, or the present path does not.
     ///
     /// # Errors
     ///
-    /// When the kernel watches nothing more for this user.
+    /// When the user's inotify limit is reached.
     pub fn start(
         missing: Vec<PathBuf>,
         present: Option<PathBuf>,
@@ -84,7 +83,7 @@ impl Missing {
             present: None,
             names: HashMap::new(),
         };
-        // Watched first and looked at afterwards, so that nothing is missed in between.
+        // Watch first and check afterwards, so that no change is missed in between.
         if let Some(path) = present {
             let descriptor = match inotify::add_watch(watch.inotify.get_ref(), &path, PRESENT) {
                 Ok(descriptor) => descriptor,
@@ -110,12 +109,12 @@ impl Missing {
         Ok(Some(watch))
     }
 
-    /// Waits until one of the paths or of the directories missing on the way to it appears, or the
+    /// Waits until one of the paths or one of their missing parent directories appears, or the
     /// present path is changed or removed.
     ///
     /// # Errors
     ///
-    /// When it can no longer be watched.
+    /// When the paths can no longer be watched.
     pub async fn changed(mut self) -> io::Result<()> {
         let events = Arc::clone(&self.inotify);
         loop {
@@ -141,7 +140,7 @@ impl Missing {
         }
     }
 
-    /// Reads what the kernel has to say.
+    /// Reads events from the kernel.
     fn read(&self) -> io::Result<Heard> {
         let mut buffer = [MaybeUninit::uninit(); 4096];
         let mut reader = Reader::new(self.inotify.get_ref(), &mut buffer);
@@ -174,7 +173,7 @@ impl Missing {
         }
     }
 
-    /// Watches what leads to the paths.
+    /// Watches the existing parent directories of the paths.
     fn arm(&mut self) -> Result<(), WatchError> {
         self.names.clear();
         let present = self.present.as_ref().map(|present| &present.path);
@@ -182,8 +181,8 @@ impl Missing {
             let mut below: &Path = path;
             let mut near = 0;
             for directory in path.ancestors().skip(1) {
-                // The two lowest that are there: if the lower one goes while somebody is in it,
-                // only the upper one tells.
+                // The two lowest existing directories: if the lower one is removed while a process
+                // has it open, only the upper one reports the removal.
                 let flags = if near < 2 { NEAR } else { FAR };
                 match inotify::add_watch(self.inotify.get_ref(), directory, flags) {
                     Ok(descriptor) => {
@@ -209,7 +208,7 @@ impl Missing {
 
 enum Heard {
     Nothing,
-    /// A reason to look.
+    /// A relevant event that requires a check.
     Maybe,
     /// The present path changed.
     Change,
@@ -224,7 +223,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     Some((found.dev(), found.ino()))
 }
 
-/// The first part of a path that is not there; nothing if all of it is.
+/// The shortest prefix of a path that does not exist; `None` if the path exists.
 fn first_missing(path: &Path) -> Option<PathBuf> {
     let mut missing = None;
     for part in path.ancestors() {

@@ -1,10 +1,11 @@
-//! Changes that one subscriber has not taken yet.
+//! Coalescing of changes that a subscriber has not read yet.
 //!
-//! Owns their order and what becomes of several changes of one path. Knows no clock and no kernel.
+//! Decides the order of changes and how several changes of one path are merged. Does not depend on
+//! a clock or the kernel.
 //!
-//! Whoever applies what is taken, in order, to the paths it knew ends up with the paths that are
-//! there: nothing is left out that would lead elsewhere, and nothing that the next change of the
-//! same path makes moot is told.
+//! A subscriber that applies all changes in order to the paths it knew ends with the paths that
+//! exist. No change is left out that affects this result, and no change is delivered that a later
+//! change of the same path makes redundant.
 
 use std::collections::{HashMap, VecDeque};
 use std::path::Path;
@@ -12,39 +13,39 @@ use std::sync::Arc;
 
 use exec_server_protocol::fs::ChangeKind;
 
-/// Something that happened, as the kernel or a scan tells it.
+/// A change as the kernel or a scan reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Happening<'a> {
-    /// It is new; with `replaced`, it may have taken the place of something else.
+    /// The path is new; with `replaced`, it may have replaced another entry.
     Created {
-        /// Where.
+        /// The path.
         path: &'a Path,
-        /// Something may have been there before.
+        /// The path may have existed before.
         replaced: bool,
     },
-    /// Its content or metadata changed.
+    /// Content or metadata changed.
     Modified(&'a Path),
-    /// It is gone.
+    /// The path was removed.
     Removed {
-        /// Where it was.
+        /// The path.
         path: &'a Path,
-        /// Everything below is gone as well, without having been told.
+        /// Everything below it was removed as well, without separate reports.
         tree: bool,
     },
-    /// It moved within the tree.
+    /// The path was renamed within the tree.
     Renamed {
-        /// Where it was.
+        /// The old path.
         from: &'a Path,
-        /// Where it is, instead of what was there.
+        /// The new path; an entry that existed there is replaced.
         to: &'a Path,
-        /// Everything below moved with it.
+        /// Everything below was moved with it.
         tree: bool,
     },
-    /// Nobody knows what happened.
+    /// An unknown number of changes was lost.
     Overflow,
 }
 
-/// A change as it is told.
+/// A change as it is delivered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Told {
     pub(super) path: Arc<Path>,
@@ -52,18 +53,19 @@ pub(super) struct Told {
     pub(super) from: Option<Arc<Path>>,
 }
 
-/// Changes that wait to be taken.
+/// Changes waiting for the subscriber.
 #[derive(Debug, Default)]
 pub(super) struct Pending {
-    /// In order; those that became moot are holes.
+    /// In order; entries that became redundant are `None`.
     entries: VecDeque<Option<Entry>>,
-    /// The number of the first of `entries`.
+    /// Number of the first element of `entries`.
     first: usize,
-    /// The number of the entry that a further change of a path is merged into.
+    /// Number of the entry that a further change of a path is merged into.
     latest: HashMap<Arc<Path>, usize>,
     live: usize,
     bytes: usize,
-    /// What was pending was given up; nothing more is recorded until that has been told.
+    /// The waiting changes were discarded; nothing more is recorded until the overflow is
+    /// delivered.
     overflow: bool,
 }
 
@@ -81,20 +83,20 @@ enum Kind {
     Renamed { from: Arc<Path>, modified: bool },
 }
 
-/// Changes that may wait for one subscriber.
+/// Maximum number of changes waiting for one subscriber.
 const MAX_LIVE: usize = 1 << 16;
 
-/// Bytes that they may hold.
+/// Maximum size of these changes in bytes.
 const MAX_BYTES: usize = 12 << 20;
 
-/// What an entry holds besides its paths, the index included.
+/// Memory of an entry besides its paths, including the index.
 const ENTRY_BYTES: usize = 96;
 
-/// Holes that are not worth closing.
+/// Fewer redundant entries than this are not worth compacting.
 const MIN_HOLES: usize = 1024;
 
 impl Pending {
-    /// Records what happened.
+    /// Records a change.
     pub(super) fn record(&mut self, happening: Happening<'_>) {
         if self.overflow {
             return;
@@ -110,7 +112,7 @@ impl Pending {
             }
             Happening::Renamed { from, to, tree } => {
                 if tree {
-                    // What waits below either path keeps its place before this.
+                    // Changes waiting below either path must be delivered before this one.
                     self.freeze();
                 }
                 self.renamed(from, to);
@@ -125,12 +127,12 @@ impl Pending {
         }
     }
 
-    /// Whether there is nothing to tell.
+    /// Whether nothing is waiting.
     pub(super) fn is_empty(&self) -> bool {
         self.live == 0 && !self.overflow
     }
 
-    /// Takes the oldest changes, and whether everything before them was lost.
+    /// Takes the oldest changes; the flag says whether all changes before them were lost.
     pub(super) fn take(&mut self, max: usize, max_bytes: usize) -> (Vec<Told>, bool) {
         if std::mem::take(&mut self.overflow) {
             return (Vec::new(), true);
@@ -221,8 +223,9 @@ impl Pending {
     }
 
     fn renamed(&mut self, from: &Path, to: &Path) {
-        // What was at the target is replaced, whatever was to be told of it; but if it had been
-        // moved there, that move must be told or its source would seem to be still there.
+        // The rename replaces the target, so its waiting change is redundant. Exception: if the
+        // target had been renamed to this path, that rename must be delivered, or its source would
+        // still seem to exist.
         match self.latest_kind(to) {
             Some(Kind::Renamed { .. }) => {
                 self.latest.remove(to);
@@ -234,7 +237,7 @@ impl Pending {
         }
         let mut modified = false;
         match self.latest_kind(from) {
-            // A file that was written aside and put in place: its first name is of no interest.
+            // An atomic replacement: the name of its temporary file is not reported.
             Some(Kind::Created { replaced: false }) => {
                 self.drop_latest(from);
                 return self.push(to, Kind::Created { replaced: true });
@@ -267,7 +270,7 @@ impl Pending {
         Some(&mut entry.kind)
     }
 
-    /// Lets nothing that waits be changed any more.
+    /// Prevents merging of later changes into those that are waiting.
     fn freeze(&mut self) {
         self.latest.clear();
     }
@@ -391,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_of_one_path_become_one() {
+    fn changes_of_one_path_are_merged() {
         assert_eq!(after(&[created("a"), modified("a"), modified("a")]), ["+a"]);
         assert_eq!(after(&[created("a"), modified("a"), removed("a")]), [""; 0]);
         assert_eq!(after(&[modified("a"), removed("a")]), ["-a"]);
@@ -400,7 +403,7 @@ mod tests {
             after(&[modified("a"), created("b"), modified("a")]),
             ["~a", "+b"]
         );
-        // A file that is written aside and put in place.
+        // A file is replaced atomically.
         assert_eq!(
             after(&[created("t"), modified("t"), renamed("t", "a")]),
             ["+a"]
@@ -424,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_moves_is_told_in_its_place() {
+    fn directory_rename_keeps_its_position_in_the_order() {
         let moves = Happening::Renamed {
             from: Path::new("d"),
             to: Path::new("e"),
@@ -441,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn too_much_is_given_up_until_it_has_been_told() {
+    fn overflow_discards_changes_until_delivered() {
         let mut pending = Pending::default();
         for number in 0..=MAX_LIVE {
             pending.record(modified(&number.to_string()));
@@ -458,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_and_goes_takes_no_room() {
+    fn short_lived_paths_use_no_memory() {
         let mut pending = Pending::default();
         pending.record(created("first"));
         for number in 0..100_000 {
@@ -471,7 +474,7 @@ mod tests {
         assert_eq!(told(&mut pending), ["+first"]);
     }
 
-    /// What happens to a small tree, or that somebody takes some changes.
+    /// A change of a small tree, or a read by the subscriber.
     #[derive(Debug, Clone)]
     enum Step {
         Write(u8, u8),
@@ -502,7 +505,7 @@ mod tests {
 
     type Files = BTreeMap<String, u32>;
 
-    /// Moves everything of one directory to another.
+    /// Moves all entries of one directory to another.
     fn move_tree(files: &mut Files, from: &str, to: Option<&str>) {
         let moved: Vec<_> = files
             .keys()
@@ -517,10 +520,10 @@ mod tests {
         }
     }
 
-    /// What the consumer has to read again.
+    /// Content that the subscriber has to read again.
     const STALE: u32 = 0;
 
-    /// A consumer who believes what it is told.
+    /// Applies a change as a subscriber would that relies only on the delivered changes.
     fn apply(known: &mut Files, change: &Told) {
         let path = change.path.to_str().unwrap().to_owned();
         match change.kind {
@@ -545,7 +548,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn who_believes_it_all_knows_what_is_there(steps in prop::collection::vec(step(), 0..60)) {
+        fn applying_all_changes_yields_the_existing_paths(steps in prop::collection::vec(step(), 0..60)) {
             let mut real: Files = BTreeMap::new();
             real.insert(name(0, 0), 1);
             real.insert(name(1, 1), 2);

@@ -1,4 +1,4 @@
-//! What a watch does not look at: git's rules, and patterns of the subscriber.
+//! Ignore rules of a watch: `.gitignore` files and subscriber patterns.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,12 +11,12 @@ use super::super::gitignore::{self, GITIGNORE, above};
 pub(super) use super::super::gitignore::{Rules, enter};
 use super::WatchError;
 
-/// What one tree does not look at.
+/// Ignore rules of one tree.
 #[derive(Debug)]
 pub(super) struct Filter {
     gitignore: bool,
     patterns: Gitignore,
-    /// Rules above the tree, up to the top of its repository.
+    /// Rules above the tree, up to the root of its repository.
     above: Option<Arc<Rules>>,
 }
 
@@ -43,7 +43,7 @@ impl Filter {
         })
     }
 
-    /// Whether a change of this file changes the rules.
+    /// Whether a file of this name holds rules.
     pub(super) fn is_rules(&self, name: &[u8]) -> bool {
         self.gitignore && name == GITIGNORE.as_bytes()
     }
@@ -63,7 +63,7 @@ impl Filter {
         self.above.clone()
     }
 
-    /// Whether `path`, in a directory with these rules, is not looked at.
+    /// Whether `path`, in a directory with these rules, is ignored.
     pub(super) fn ignores(&self, rules: Option<&Rules>, path: &Path, is_dir: bool) -> bool {
         match self.patterns.matched(path, is_dir) {
             Match::Ignore(_) => return true,
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn inner_rules_win_and_outer_ones_end_at_the_repository() {
+    fn inner_rules_override_and_outer_rules_end_at_the_repository() {
         let dir = tempfile::tempdir().unwrap();
         let top = dir.path().join("repo");
         let base = top.join("sub");
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_holds_no_rules() {
+    fn pipe_in_place_of_rules_file_is_ignored() {
         let dir = tempfile::tempdir().unwrap();
         rustix::fs::mknodat(
             rustix::fs::CWD,

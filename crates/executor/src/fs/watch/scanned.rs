@@ -1,62 +1,63 @@
-//! What a scan told of and the kernel may tell of once more.
+//! De-duplication of inotify events against a directory scan.
 //!
-//! A directory is registered before it is read, so what appears in between is found by the scan and
-//! has an event in the queue as well. Whoever took the scan's word for it knows the file: to take
-//! the event for another arrival would let a removal cancel that one, and never be told.
+//! A directory is registered before it is read. An entry that appears in between is found by the
+//! scan and also has an event in the queue. The subscriber knows the entry from the scan. If the
+//! event were treated as a second creation, a later removal would cancel that creation and never be
+//! delivered.
 //!
-//! Owns what is remembered, and for how long: until the queue has been read to its end once after
-//! the scan. Knows no kernel.
+//! Decides which paths are remembered and how long: until the event queue has been read to its end
+//! once after the scan. Does not access the kernel.
 
 use std::collections::BTreeSet;
 use std::ops::Bound;
 use std::path::{Path, PathBuf};
 
-/// Paths that scans told of lately.
+/// Paths that recent scans reported.
 #[derive(Debug, Default)]
 pub(super) struct Scanned {
-    /// Of scans since the queue was read last.
+    /// From scans since the last read of the queue.
     recent: Paths,
-    /// Of scans before that; the events that are being handled are the last that may repeat them.
+    /// From earlier scans; only the events that are being handled may still repeat them.
     aging: Paths,
 }
 
 #[derive(Debug, Default)]
 struct Paths {
     paths: BTreeSet<PathBuf>,
-    /// More may be known than `paths`.
+    /// `paths` is incomplete.
     vague: bool,
 }
 
-/// Whether something that is there now was told of.
+/// Whether an existing entry was already reported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Arrival {
-    /// The scan told of it.
+    /// A scan reported it.
     Known,
     /// It is new.
     New,
-    /// Nobody can say; whoever hears of it may know it.
+    /// Unknown; the subscriber may know it already.
     Vague,
 }
 
-/// Paths that are remembered; beyond that all are in doubt.
+/// Maximum number of remembered paths; with more, every path is in doubt.
 const MAX_PATHS: usize = 1 << 16;
 
 impl Scanned {
-    /// Events were read; with `drained`, all that the kernel had.
+    /// Call after events were read; `drained` means that the queue was read to its end.
     pub(super) fn read(&mut self, drained: bool) {
         if drained {
             self.aging = std::mem::take(&mut self.recent);
         }
     }
 
-    /// The events that were read have been handled.
+    /// Call after the events that were read have been handled.
     pub(super) fn handled(&mut self, drained: bool) {
         if drained {
             self.aging = Paths::default();
         }
     }
 
-    /// A scan found something, and tells of it unless one has already.
+    /// Records an entry that a scan found; the scan reports it unless an earlier scan did.
     pub(super) fn found(&mut self, path: &Path) -> Arrival {
         if self.aging.paths.contains(path) || self.recent.paths.contains(path) {
             return Arrival::Known;
@@ -70,14 +71,14 @@ impl Scanned {
         if vague { Arrival::Vague } else { Arrival::New }
     }
 
-    /// From here on to the end of the queue, events may repeat what is known already.
+    /// Events from here to the end of the queue may repeat entries that were already reported.
     pub(super) fn doubt(&mut self) {
         self.recent.vague = true;
     }
 
-    /// An event says that something was made here.
+    /// Handles an event that an entry was created at this path.
     pub(super) fn appears(&mut self, path: &Path) -> Arrival {
-        // Once only: the next such event is of something else.
+        // Only once: the next such event is about another entry.
         if self.recent.paths.remove(path) | self.aging.paths.remove(path) {
             Arrival::Known
         } else if self.is_vague() {
@@ -87,13 +88,13 @@ impl Scanned {
         }
     }
 
-    /// An event says that this is gone or something else, with everything below.
+    /// Handles an event that this path, with everything below it, was removed or replaced.
     pub(super) fn leaves(&mut self, path: &Path) {
         for Paths { paths, .. } in [&mut self.recent, &mut self.aging] {
             if paths.is_empty() {
                 continue;
             }
-            // Paths are in order of their components, so what is below one follows it.
+            // Paths are sorted by components, so the descendants of a path follow it.
             let below = paths
                 .range::<Path, _>((Bound::Included(path), Bound::Unbounded))
                 .take_while(|one| one.starts_with(path));
@@ -108,12 +109,12 @@ impl Scanned {
         self.recent.vague || self.aging.vague
     }
 
-    /// Whether there is something that another look at the queue would let go of.
+    /// Whether another read of the queue would release remembered paths.
     pub(super) fn is_waiting(&self) -> bool {
         self.recent.vague || !self.recent.paths.is_empty()
     }
 
-    /// Nothing of this is of use any more.
+    /// Drops everything that is remembered.
     pub(super) fn clear(&mut self) {
         *self = Self::default();
     }
@@ -130,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_leaves_takes_what_is_below_with_it() {
+    fn leaving_directory_drops_its_descendants() {
         let mut scanned = Scanned::default();
         for path in ["d", "d/x", "d/x/y", "d.x", "e"] {
             assert_eq!(scanned.found(Path::new(path)), Arrival::New);
@@ -149,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn too_many_are_in_doubt() {
+    fn too_many_paths_make_arrivals_vague() {
         let mut scanned = Scanned::default();
         for number in 0..=MAX_PATHS {
             scanned.found(Path::new(&number.to_string()));
@@ -165,23 +166,23 @@ mod tests {
         assert_eq!(scanned.appears(Path::new(&late)), Arrival::New);
     }
 
-    /// What the kernel queues of one directory.
+    /// An event that the kernel queues for one directory.
     #[derive(Debug, Clone, Copy)]
     enum Event {
         Create(u8),
         Delete(u8),
-        /// From elsewhere, perhaps over something.
+        /// From outside the tree, possibly replacing an entry.
         MoveIn(u8),
         Rename(u8, u8),
     }
 
-    /// What happens in a directory that is new, is registered and then read.
+    /// A step of a directory that is new, is registered and then read.
     #[derive(Debug, Clone, Copy)]
     enum Step {
         Happens(Event),
         Register,
         Scan,
-        /// Some events, or all of them.
+        /// Handle some events, or all of them.
         Handle(usize),
         Take,
     }
@@ -204,7 +205,8 @@ mod tests {
         PathBuf::from(format!("d/f{name}"))
     }
 
-    /// A tree of one directory, as `Tree` handles it, and a client that believes what it is told.
+    /// A tree of one directory as `Tree` handles it, and a client that relies only on reported
+    /// changes.
     #[derive(Debug, Default)]
     struct World {
         real: BTreeSet<PathBuf>,
@@ -304,7 +306,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(2048))]
 
         #[test]
-        fn who_believes_a_scan_hears_the_rest(steps in prop::collection::vec(step(), 0..40)) {
+        fn client_that_applies_scan_and_events_matches_the_directory(steps in prop::collection::vec(step(), 0..40)) {
             let mut world = World::default();
             for step in steps {
                 match step {

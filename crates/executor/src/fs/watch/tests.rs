@@ -1,4 +1,4 @@
-//! Trees against the kernel, through a hub.
+//! Tests of watched trees against the kernel, through a hub.
 
 use std::collections::BTreeSet;
 use std::sync::mpsc;
@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// Longer than any machine needs; only a failure takes as long.
+/// Timeout of a wait; reached only on failure.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 struct Bell(mpsc::SyncSender<()>);
@@ -20,7 +20,7 @@ impl Wake for Bell {
     }
 }
 
-/// A subscription and what it told.
+/// A subscription and the changes it received.
 struct Observer {
     dir: PathBuf,
     subscription: Subscription,
@@ -101,14 +101,14 @@ impl Observer {
         path.strip_prefix(&self.dir).unwrap().display().to_string()
     }
 
-    /// Waits until something has been told.
+    /// Waits until a given change has been received.
     fn until(&mut self, what: &str) {
         while !self.told.iter().any(|told| told == what) {
             self.step();
         }
     }
 
-    /// Makes files until one is told of: after a loss there may be another, which covers them.
+    /// Creates files until one is reported: after a loss there may be another, which covers them.
     fn goes_on(&mut self) {
         for number in 0.. {
             self.told.clear();
@@ -124,7 +124,7 @@ impl Observer {
         }
     }
 
-    /// Makes a file that nothing else is told after, and returns what was told before it.
+    /// Creates a marker file and returns the changes received before its report.
     fn so_far(&mut self) -> Vec<String> {
         let root = self.subscription.root().to_owned();
         let mark = format!("mark{}", self.seq);
@@ -140,7 +140,7 @@ impl Observer {
 }
 
 #[test]
-fn changes_are_told_in_words() {
+fn changes_are_reported_with_kind_and_path() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     fs::create_dir(at("d")).unwrap();
@@ -161,7 +161,7 @@ fn changes_are_told_in_words() {
     seen.until("d>e/d");
     fs::write(at("e/d/after"), "").unwrap();
     seen.until("+e/d/after");
-    // In from elsewhere and out again.
+    // Moved in from outside the tree, and out again.
     let other = tempfile::tempdir().unwrap();
     fs::create_dir(other.path().join("in")).unwrap();
     fs::write(other.path().join("in/file"), "").unwrap();
@@ -177,7 +177,7 @@ fn changes_are_told_in_words() {
 }
 
 #[test]
-fn files_in_new_directories_are_not_lost() {
+fn files_in_new_directories_are_reported() {
     let dir = tempfile::tempdir().unwrap();
     let mut seen = Observer::of(&dir);
     let mut expected = BTreeSet::new();
@@ -191,7 +191,7 @@ fn files_in_new_directories_are_not_lost() {
     }
     let told = seen.so_far();
     let mut known: BTreeSet<String> = told.into_iter().collect();
-    // Those directories may still be on their way when the mark is told.
+    // The changes of those directories may arrive after that of the marker.
     while !expected.is_subset(&known) {
         seen.step();
         known.extend(seen.told.drain(..));
@@ -199,13 +199,13 @@ fn files_in_new_directories_are_not_lost() {
 }
 
 #[test]
-fn a_directory_that_is_replaced_is_watched_on() {
+fn replaced_directory_is_still_watched() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     fs::create_dir_all(at("d/deep")).unwrap();
     let mut seen = Observer::of(&dir);
     for _ in 0..10 {
-        // Somebody inside keeps the old one from going at once.
+        // An open file keeps the old directory from disappearing immediately.
         let _inside = fs::File::open(at("d")).unwrap();
         fs::remove_dir_all(at("d")).unwrap();
         fs::create_dir_all(at("d/deep")).unwrap();
@@ -225,7 +225,7 @@ fn a_directory_that_is_replaced_is_watched_on() {
 }
 
 #[test]
-fn a_root_that_is_replaced_is_watched_on() {
+fn replaced_root_is_still_watched() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     fs::create_dir_all(at("way/to/root/d")).unwrap();
@@ -239,14 +239,14 @@ fn a_root_that_is_replaced_is_watched_on() {
         fs::write(at("way/to/root/d/x"), "").unwrap();
         seen.until("+way/to/root/d/x");
         seen.told.clear();
-        // Renamed away, and another one in its place.
+        // Renamed, and another directory in its place.
         fs::rename(at("way/to/root"), at("away")).unwrap();
         fs::create_dir_all(at("way/to/root/d")).unwrap();
         fs::write(at("way/to/root/d/y"), "").unwrap();
         seen.until("+way/to/root/d/y");
         seen.told.clear();
         fs::remove_dir_all(at("away")).unwrap();
-        // With all that leads to it.
+        // Together with its parent directories.
         fs::rename(at("way"), at("away")).unwrap();
         seen.until("-way/to/root");
         fs::write(at("away/to/root/d/unseen"), "").unwrap();
@@ -263,7 +263,7 @@ fn a_root_that_is_replaced_is_watched_on() {
 }
 
 #[test]
-fn a_plain_file_is_watched_by_name() {
+fn regular_file_is_watched_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     fs::write(at("file"), "").unwrap();
@@ -307,8 +307,8 @@ fn below(tree: &Tree<Nobody>, dir: &Path) -> Vec<String> {
     directories.iter().map(name).collect()
 }
 
-/// Makes a file in a directory that is registered and not yet read: when the second of two
-/// directories is told of, the first is in that state.
+/// Creates a file in a directory that is registered and not yet read: when the second of two
+/// directories is reported, the first is in that state.
 struct Meddler {
     pending: Arc<Mutex<Pending>>,
     first: Mutex<Option<PathBuf>>,
@@ -330,7 +330,7 @@ impl Tell for Meddler {
 }
 
 #[test]
-fn a_file_that_a_scan_and_an_event_tell_of_is_removed_for_all() {
+fn file_reported_by_scan_and_event_is_removed_once_deleted() {
     let dir = tempfile::tempdir().unwrap();
     let root = fs::canonicalize(dir.path()).unwrap();
     let pending = Arc::default();
@@ -348,7 +348,7 @@ fn a_file_that_a_scan_and_an_event_tell_of_is_removed_for_all() {
         fs::create_dir_all(aside.path().join(name)).unwrap();
     }
     fs::rename(aside.path().join("new"), root.join("new")).unwrap();
-    // The event of the directory alone; that of the file is in the queue now.
+    // Handle only the event of the directory; the event of the file is in the queue now.
     tree.turn(&mut buffer);
     let told = |kind| {
         let (changes, overflow) = pending.lock().take(usize::MAX, usize::MAX);
@@ -362,14 +362,14 @@ fn a_file_that_a_scan_and_an_event_tell_of_is_removed_for_all() {
     fs::remove_file(&created[0]).unwrap();
     while tree.turn(&mut buffer) {}
     assert_eq!(told(ChangeKind::Removed), created);
-    // And what is made anew there is new.
+    // A file that is created there again is new.
     fs::write(&created[0], "").unwrap();
     while tree.turn(&mut buffer) {}
     assert_eq!(told(ChangeKind::Created), created);
 }
 
 #[test]
-fn files_that_come_and_go_in_new_directories_are_not_believed_in() {
+fn short_lived_files_in_new_directories_are_reported_as_removed() {
     let dir = tempfile::tempdir().unwrap();
     let mut seen = Observer::of(&dir);
     let mut known: BTreeSet<String> = BTreeSet::new();
@@ -407,7 +407,7 @@ fn files_that_come_and_go_in_new_directories_are_not_believed_in() {
     }
 }
 
-/// Lets a tree handle events until it has these directories.
+/// Lets a tree handle events until it has registered these directories.
 fn settles(tree: &mut Tree<Nobody>, dir: &Path, expected: &[&str]) {
     let mut buffer = Buffer::new();
     let deadline = Instant::now() + PATIENCE;
@@ -437,7 +437,7 @@ fn ignored_directories_are_not_registered() {
     fs::write(dir.path().join("src/.gitignore"), "gen/\n").unwrap();
     let mut tree = registered(dir.path(), &ignoring(true, &["node_modules"]));
     assert_eq!(below(&tree, dir.path()), ["", "src", "src/deep"]);
-    // Rules that change are followed, in both directions.
+    // Changed rules take effect, in both directions.
     fs::write(dir.path().join("src/.gitignore"), "deep\n").unwrap();
     settles(&mut tree, dir.path(), &["", "src", "src/gen"]);
     fs::remove_file(dir.path().join("src/.gitignore")).unwrap();
@@ -462,7 +462,7 @@ fn ignored_directories_are_not_registered() {
 }
 
 #[test]
-fn what_is_ignored_is_not_told() {
+fn changes_of_ignored_paths_are_not_reported() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     fs::write(at(".gitignore"), "*.log\nout/\n").unwrap();
@@ -474,7 +474,7 @@ fn what_is_ignored_is_not_told() {
     fs::write(at("a.tmp"), "").unwrap();
     fs::write(at("out/x"), "").unwrap();
     fs::write(at("kept"), "").unwrap();
-    // Into sight and out of it.
+    // Renamed from an ignored name to a visible one, and back.
     fs::rename(at("a.tmp"), at("shown")).unwrap();
     fs::rename(at("kept"), at("kept.log")).unwrap();
     fs::remove_file(at("a.log")).unwrap();
@@ -490,7 +490,7 @@ fn what_is_ignored_is_not_told() {
 }
 
 #[test]
-fn subscribers_share_a_tree_and_the_last_one_ends_it() {
+fn shared_tree_ends_with_its_last_subscriber() {
     let dir = tempfile::tempdir().unwrap();
     let hub = Hub::default();
     let plain = ignoring(false, &[]);
@@ -520,13 +520,13 @@ fn subscribers_share_a_tree_and_the_last_one_ends_it() {
     }
 }
 
-/// In memory where that can be had: some disks make fifty thousand files in a minute only.
+/// In memory if possible: some disks need a minute to create fifty thousand files.
 fn quick_dir() -> TempDir {
     tempfile::tempdir_in("/dev/shm").unwrap_or_else(|_| tempfile::tempdir().unwrap())
 }
 
 #[test]
-fn a_burst_is_told_completely_or_said_to_be_lost() {
+fn burst_is_delivered_completely_or_as_overflow() {
     let dir = quick_dir();
     let mut seen = Observer::of(&dir);
     let mut expected = BTreeSet::new();
@@ -548,7 +548,7 @@ fn a_burst_is_told_completely_or_said_to_be_lost() {
 }
 
 #[test]
-fn a_subscriber_that_takes_nothing_hears_of_it() {
+fn slow_subscriber_receives_overflow() {
     let dir = quick_dir();
     let (one, two) = (dir.path().join("one"), dir.path().join("two"));
     fs::write(&one, "").unwrap();
@@ -562,7 +562,7 @@ fn a_subscriber_that_takes_nothing_hears_of_it() {
 }
 
 #[test]
-fn what_cannot_be_watched_is_an_error() {
+fn watch_fails_for_invalid_targets() {
     let dir = tempfile::tempdir().unwrap();
     let hub = Hub::default();
     let watch = |path: &Path, ignore: &WatchIgnore| {
@@ -592,7 +592,7 @@ fn what_cannot_be_watched_is_an_error() {
         fs::create_dir(&path).unwrap();
         match watch(&path, &ignoring(false, &[])) {
             Ok(tree) => trees.push(tree),
-            // Others on this machine use instances too.
+            // Other programs on this machine use instances too.
             Err(WatchError::TooMany | WatchError::Instances { .. }) => break,
             Err(error) => panic!("{error}"),
         }
@@ -625,7 +625,7 @@ mod missing {
     }
 
     #[tokio::test]
-    async fn what_appears_is_noticed_and_nothing_else() {
+    async fn missing_path_wait_reports_only_its_own_paths() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         let watch = |missing: &[&str], present: Option<&str>| {
@@ -666,7 +666,7 @@ mod missing {
             fs::remove_file(at("there")).unwrap()
         })
         .await;
-        // The directory that is watched goes, and comes again with what is awaited.
+        // The watched directory is removed, and created again with the awaited path.
         fires(watch(&["m/b/x"], None).unwrap(), || {
             fs::remove_dir_all(at("m")).unwrap();
             fs::create_dir_all(at("m/b")).unwrap();

@@ -1,12 +1,13 @@
-//! One watched tree: which directories the kernel watches, and what its events mean.
+//! Recursive inotify watch of one tree.
 //!
-//! Owns an inotify instance and the directories registered with it. Runs on a thread of its own and
-//! knows no subscriber; what happens goes to [`Tell`].
+//! Owns an inotify instance and the directories registered with it. Runs on its own thread and
+//! reports changes to [`Tell`]; it does not know the subscribers.
 //!
-//! Three rules keep changes from being lost. A directory is registered before it is read, so what
-//! appears meanwhile is seen once at least; [`Scanned`] knows what is seen twice. Directories are
-//! found again by the kernel's number, so an event of one that moved meanwhile is told with its new
-//! path. And where events were lost, everything is registered anew before that is told.
+//! Three rules prevent the loss of changes. A directory is registered before it is read, so an
+//! entry that appears meanwhile is seen at least once; [`Scanned`] removes duplicates. Directories
+//! are identified by the kernel's watch descriptor, so an event of a directory that moved meanwhile
+//! is reported with its new path. If events were lost, everything is registered again before the
+//! loss is reported.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -27,26 +28,26 @@ use super::pending::Happening;
 use super::rules::{self, Filter, Rules};
 use super::scanned::{Arrival, Scanned};
 
-/// Takes what happens.
+/// Receiver of changes.
 pub(super) trait Tell {
-    /// Something happened.
+    /// Receives one change.
     fn tell(&self, happening: Happening<'_>);
 }
 
-/// What is watched.
+/// Target of a watch.
 #[derive(Debug)]
 pub(super) struct Target {
-    /// What was asked for, without links.
+    /// The requested path, with links resolved.
     pub(super) root: PathBuf,
-    /// The directory that is registered first: the root, or the directory of a file.
+    /// The directory that is registered first: the root, or the parent directory of a file.
     base: PathBuf,
-    /// The name of the file, if it is one.
+    /// The name of the file, if the target is one.
     only: Option<OsString>,
     recursive: bool,
 }
 
 impl Target {
-    /// Looks at what is there.
+    /// Determines the kind of the target.
     pub(super) fn new(root: PathBuf, recursive: bool) -> Result<Self, WatchError> {
         let is_dir = fs::metadata(&root)
             .map_err(super::super::at(&root))?
@@ -68,33 +69,34 @@ impl Target {
     }
 }
 
-/// A tree and its registrations.
+/// A watched tree and its registrations.
 pub(super) struct Tree<T> {
     inotify: OwnedFd,
     target: Target,
     filter: Filter,
-    /// The first is the base; a free one has no descriptor.
+    /// The first node is the base; a free node has no descriptor.
     nodes: Vec<Node>,
     free: Vec<u32>,
     by_descriptor: HashMap<i32, u32>,
-    /// Directories above the base, with the name in each that leads to it.
+    /// Directories above the base, and the name in each that leads to the base.
     anchors: HashMap<i32, OsString>,
-    /// Counts instances: what an old one said means nothing to a new one.
+    /// Counts inotify instances: events of an old instance are ignored.
     generation: u32,
-    /// Things that left a directory and have not arrived in another.
+    /// Entries that left a directory and have not arrived in another.
     moving: Vec<Moving>,
     /// Directories whose rules changed.
     outdated: Vec<u32>,
-    /// What scans told of, and events may tell of again.
+    /// Entries that scans reported and events may report again.
     scanned: Scanned,
-    /// Events were lost, or a directory could not be registered: when to register everything anew.
+    /// Events were lost, or a directory could not be registered: the time to register everything
+    /// again.
     lost: Option<Instant>,
     tell: T,
-    /// Nobody is interested any more.
+    /// Set when there are no subscribers any more.
     stop: Arc<AtomicBool>,
 }
 
-/// A registered directory. Small, as there may be very many.
+/// A registered directory. Kept small, because there may be very many.
 #[derive(Debug)]
 struct Node {
     name: Box<OsStr>,
@@ -102,7 +104,7 @@ struct Node {
     child: u32,
     next: u32,
     previous: u32,
-    /// The kernel's number.
+    /// The kernel's watch descriptor.
     descriptor: i32,
     rules: Option<Arc<Rules>>,
 }
@@ -120,19 +122,19 @@ struct Moving {
     until: Instant,
 }
 
-/// How long the arrival of something that moved is waited for. The kernel queues both ends of a move
-/// one right after the other.
+/// How long to wait for the second event of a move. The kernel queues both events one directly
+/// after the other.
 const MOVE_PATIENCE: Duration = Duration::from_millis(10);
 
-/// How long to wait before registering is tried again after it failed.
+/// Time between two attempts to register after a failure.
 const RETRY: Duration = Duration::from_secs(10);
 
-/// Events handled before subscribers get their turn.
+/// Maximum number of events handled before subscribers are served.
 const MAX_EVENTS: usize = 4096;
 
 const EVENT_BUFFER: usize = 64 << 10;
 
-/// What is asked of a directory in the tree.
+/// Event mask of a directory in the tree.
 const EVENTS: WatchFlags = WatchFlags::CREATE
     .union(WatchFlags::DELETE)
     .union(WatchFlags::MODIFY)
@@ -144,32 +146,33 @@ const EVENTS: WatchFlags = WatchFlags::CREATE
     .union(WatchFlags::ONLYDIR)
     .union(WatchFlags::DONT_FOLLOW);
 
-/// What is asked of a directory right above the base, or of what is left of the way to it.
+/// Event mask of the directory directly above the base, or of the lowest existing directory on the
+/// path to the base.
 const NEAR: WatchFlags = FAR
     .union(WatchFlags::CREATE)
     .union(WatchFlags::DELETE)
     .union(WatchFlags::MOVE);
 
-/// What is asked of directories further up: nothing that happens in them is of interest.
+/// Event mask of directories further up: events of their entries are not needed.
 const FAR: WatchFlags = WatchFlags::DELETE_SELF
     .union(WatchFlags::MOVE_SELF)
     .union(WatchFlags::ONLYDIR)
     .union(WatchFlags::DONT_FOLLOW)
     .union(WatchFlags::MASK_ADD);
 
-/// How a directory is read.
+/// How a scan reports entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Scan {
-    /// What is there was there before.
+    /// Existing entries are not reported.
     Quiet,
-    /// What is there is new.
+    /// Existing entries are reported as new.
     Tell,
-    /// Rules changed: directories come and go, files do not.
+    /// Rules changed: directories are registered or unregistered, files are not reported.
     Refresh,
 }
 
 impl<T: Tell> Tree<T> {
-    /// Registers everything.
+    /// Registers the whole tree.
     pub(super) fn start(
         target: Target,
         filter: Filter,
@@ -200,7 +203,7 @@ impl<T: Tell> Tree<T> {
         Ok(tree)
     }
 
-    /// Has another flag tell that nobody is interested.
+    /// Replaces the flag that stops the tree.
     pub(super) fn stop_with(&mut self, stop: Arc<AtomicBool>) {
         self.stop = stop;
     }
@@ -209,13 +212,13 @@ impl<T: Tell> Tree<T> {
         &self.inotify
     }
 
-    /// When [`Tree::turn`] is to be called although there is no event.
+    /// Time when [`Tree::turn`] must be called even without an event.
     pub(super) fn wakeup(&self) -> Option<Instant> {
         let moves = self.moving.iter().map(|moving| moving.until).min();
         moves.into_iter().chain(self.lost).min()
     }
 
-    /// Handles what the kernel has; true if there may be more.
+    /// Handles the events that the kernel has queued; returns true if there may be more.
     pub(super) fn turn(&mut self, buffer: &mut Buffer) -> bool {
         let mut events = Vec::new();
         let more = self.read(buffer, &mut events);
@@ -299,12 +302,12 @@ impl<T: Tell> Tree<T> {
             None if node == BASE && self.target.only.is_none() => {
                 self.tell.tell(Happening::Modified(&self.target.root));
             }
-            // The directory above tells of it.
+            // The parent directory reports it.
             None => {}
         }
     }
 
-    /// Handles what happened to a name in a directory.
+    /// Handles an event about a name in a directory.
     fn handle_entry(&mut self, node: u32, name: &OsStr, event: &Event) {
         if self.target.only.as_ref().is_some_and(|only| only != name) {
             return;
@@ -344,7 +347,7 @@ impl<T: Tell> Tree<T> {
         if event.mask.contains(ReadFlags::CREATE) {
             self.settle(&path);
             match self.scanned.appears(&path) {
-                // With all that is in it.
+                // A scan reported it, together with its content.
                 Arrival::Known => {}
                 arrival => {
                     let replaced = arrival == Arrival::Vague;
@@ -352,7 +355,7 @@ impl<T: Tell> Tree<T> {
                 }
             }
         } else if ignored {
-            // Nobody wants to know.
+            // No subscriber needs this event.
         } else if event.mask.contains(ReadFlags::DELETE) {
             self.tell.tell(Happening::Removed {
                 path: &path,
@@ -363,7 +366,7 @@ impl<T: Tell> Tree<T> {
         }
     }
 
-    /// Something is new under this name.
+    /// Handles a new entry with this name.
     fn appeared(
         &mut self,
         node: u32,
@@ -382,7 +385,7 @@ impl<T: Tell> Tree<T> {
         }
     }
 
-    /// Something moved to this name from where it was looked at.
+    /// Handles a move to this name from a watched directory.
     fn moved(&mut self, from: &Moving, node: u32, name: &OsStr, path: &Path, ignored: bool) {
         if ignored {
             return self.moved_away(from);
@@ -400,7 +403,7 @@ impl<T: Tell> Tree<T> {
                 self.detach(moved);
                 self.attach(moved, node, name);
                 if self.filter.is_active() {
-                    // Other rules may hold here.
+                    // Different rules may apply at the new path.
                     self.outdated.push(moved);
                 }
             }
@@ -408,7 +411,7 @@ impl<T: Tell> Tree<T> {
         }
     }
 
-    /// Something that left has not arrived anywhere that is looked at.
+    /// Handles an entry that left and did not arrive in a watched directory.
     fn moved_away(&mut self, moving: &Moving) {
         if !moving.ignored {
             self.tell.tell(Happening::Removed {
@@ -423,7 +426,7 @@ impl<T: Tell> Tree<T> {
         }
     }
 
-    /// Before something appears at a path, what left it has left.
+    /// Completes a move away from a path before a new entry at that path is reported.
     fn settle(&mut self, path: &Path) {
         while let Some(at) = self.moving.iter().position(|moving| moving.path == path) {
             let moving = self.moving.remove(at);
@@ -431,7 +434,7 @@ impl<T: Tell> Tree<T> {
         }
     }
 
-    /// Registers a new directory and what is below it.
+    /// Registers a new directory and its descendants.
     fn adopt(&mut self, parent: u32, name: &OsStr, path: &Path, scan: Scan) {
         if !self.target.recursive {
             return;
@@ -439,19 +442,19 @@ impl<T: Tell> Tree<T> {
         let registered = self.register(Some((parent, name)), path);
         let scanned = registered.and_then(|node| match node {
             Registered::New(node) => self.scan(node, scan),
-            // A scan was ahead of the events and told of it, and then an event that the one before
-            // it is gone, with what was below.
+            // A scan was ahead of the events and reported it; then an event that the previous entry
+            // was removed dropped it together with its descendants.
             Registered::Known(node) if self.is_in(node, parent) => self.scan(node, scan),
             Registered::Known(_) | Registered::Gone => Ok(()),
         });
         if let Err(error) = scanned {
             tracing::warn!(%error, "cannot watch a new directory");
-            // Tried again once more, with everything.
+            // Try once more, with the whole tree.
             self.lose();
         }
     }
 
-    /// The rules of a directory changed, or those around it.
+    /// Applies changed rules of a directory or of its parents.
     fn refresh(&mut self, node: u32) {
         if !self.is_live(node) {
             return;
@@ -462,9 +465,10 @@ impl<T: Tell> Tree<T> {
         }
     }
 
-    /// Checks whether the base is still what was registered, and registers what is there now.
+    /// Checks whether the base is still the registered directory, and registers the new one if not.
     fn look_at_base(&mut self) {
-        // Asked of the kernel: a directory made anew may have the device and inode of the old one.
+        // The kernel has to answer this: a recreated directory may have the device and inode of the
+        // old one.
         let found = inotify::add_watch(&self.inotify, &self.target.base, EVENTS).ok();
         let registered = self.nodes.first().map(|base| base.descriptor);
         if found.is_some() && found == registered {
@@ -483,12 +487,12 @@ impl<T: Tell> Tree<T> {
         }
     }
 
-    /// Something was missed.
+    /// Records that events were lost.
     fn lose(&mut self) {
         self.lost.get_or_insert_with(Instant::now);
     }
 
-    /// Registers everything anew, and tells that something may have been missed.
+    /// Registers everything again, and reports that changes may have been lost.
     fn resync(&mut self) {
         self.renew();
         self.lost = match self.establish(Scan::Quiet) {
@@ -501,7 +505,7 @@ impl<T: Tell> Tree<T> {
         self.tell.tell(Happening::Overflow);
     }
 
-    /// Drops all registrations, and what the kernel still has to say of them.
+    /// Drops all registrations, and the queued events of them.
     fn renew(&mut self) {
         match init() {
             Ok(inotify) => self.inotify = inotify,
@@ -522,9 +526,10 @@ impl<T: Tell> Tree<T> {
         self.scanned.clear();
     }
 
-    /// Registers the base and what is below it, if there is one, and the way to it.
+    /// Registers the base and its descendants, if it exists, and its parent directories.
     fn establish(&mut self, scan: Scan) -> Result<(), WatchError> {
-        // The way first: if the base appears or is replaced from here on, the kernel tells.
+        // Parent directories first: from here on the kernel reports when the base appears or is
+        // replaced.
         self.anchor()?;
         let base = self.target.base.clone();
         let Registered::New(node) = self.register(None, &base)? else {
@@ -540,15 +545,15 @@ impl<T: Tell> Tree<T> {
         self.scan(node, scan)
     }
 
-    /// Watches the directories that lead to the base, as far as they are there.
+    /// Watches the existing parent directories of the base.
     fn anchor(&mut self) -> Result<(), WatchError> {
         let base = self.target.base.clone();
         let mut anchors = HashMap::new();
         let mut near = 0;
         let mut below: &Path = &base;
         for directory in base.ancestors().skip(1) {
-            // The two lowest that are there: if the lower one goes while somebody is in it, only
-            // the upper one tells.
+            // The two lowest existing directories: if the lower one is removed while a process has
+            // it open, only the upper one reports the removal.
             let flags = if near < 2 { NEAR } else { FAR };
             match inotify::add_watch(&self.inotify, directory, flags) {
                 Ok(descriptor) => {
@@ -565,7 +570,7 @@ impl<T: Tell> Tree<T> {
         Ok(())
     }
 
-    /// Registers a directory; without a place in the tree, it is the base.
+    /// Registers a directory; without a parent and name, it is the base.
     fn register(
         &mut self,
         place: Option<(u32, &OsStr)>,
@@ -581,14 +586,14 @@ impl<T: Tell> Tree<T> {
             return Ok(Registered::Gone);
         }
         if let Some(&known) = self.by_descriptor.get(&descriptor) {
-            // It was here before, or moved here and the kernel has not told of it yet; or it is
-            // the same directory mounted twice, which must not become its own descendant.
+            // Either it was at this path before; or it moved here and its event is still queued; or
+            // it is the same directory mounted twice, which must not become its own descendant.
             if let Some((parent, name)) = place
                 && !self.is_within(parent, known)
             {
                 self.detach(known);
                 self.attach(known, parent, name);
-                // What a scan told of it was at another path.
+                // Scans reported its content at another path.
                 self.scanned.doubt();
             }
             return Ok(Registered::Known(known));
@@ -613,7 +618,7 @@ impl<T: Tell> Tree<T> {
             }
             None => {
                 self.nodes.push(node);
-                // The kernel numbers directories with 31 bits.
+                // Watch descriptors have 31 bits.
                 u32::try_from(self.nodes.len() - 1).unwrap_or(NONE)
             }
         };
@@ -624,10 +629,10 @@ impl<T: Tell> Tree<T> {
         Ok(Registered::New(number))
     }
 
-    /// Reads a registered directory, and registers and reads those in it.
+    /// Reads a registered directory, and registers and reads its subdirectories.
     fn scan(&mut self, from: u32, scan: Scan) -> Result<(), WatchError> {
         if scan != Scan::Tell {
-            // Whoever looked meanwhile knows what is in the queue still.
+            // This scan may see entries whose events are still queued.
             self.scanned.doubt();
         }
         let mut stack = vec![(from, scan)];
@@ -638,7 +643,7 @@ impl<T: Tell> Tree<T> {
             let directory = self.path(node);
             let mut entries = Vec::new();
             let mut has_rules = false;
-            // A directory that cannot be read has nothing to tell.
+            // An unreadable directory has no entries to report.
             for entry in fs::read_dir(&directory).into_iter().flatten().flatten() {
                 let name = entry.file_name();
                 has_rules |= self.filter.is_rules(name.as_bytes());
@@ -690,7 +695,7 @@ impl<T: Tell> Tree<T> {
                         stack.push((child, Scan::Quiet));
                     }
                     Registered::New(child) => stack.push((child, scan)),
-                    // Not if it is mounted here once more: it would be read without end.
+                    // Skip it if it is mounted here a second time: the scan would never end.
                     Registered::Known(child) if again && self.is_in(child, node) => {
                         stack.push((child, scan));
                     }
@@ -701,23 +706,23 @@ impl<T: Tell> Tree<T> {
         Ok(())
     }
 
-    /// Takes a directory and those below it from the kernel.
+    /// Unregisters a directory and its descendants from the kernel.
     fn unregister(&mut self, node: u32) {
         let descriptors = self.remove(node);
         for descriptor in descriptors {
-            // It may be gone already.
+            // It may already be unregistered.
             let _ = inotify::remove_watch(&self.inotify, descriptor);
         }
     }
 
-    /// The kernel dropped a directory; those below it are of no use without it.
+    /// The kernel dropped a directory; its descendants are useless without it.
     fn forget(&mut self, node: u32) {
         for descriptor in self.remove(node).into_iter().skip(1) {
             let _ = inotify::remove_watch(&self.inotify, descriptor);
         }
     }
 
-    /// Removes a node and those below it; their descriptors, its own first.
+    /// Removes a node and its descendants; returns their descriptors, its own first.
     fn remove(&mut self, node: u32) -> Vec<i32> {
         self.detach(node);
         let mut removed = Vec::new();
@@ -746,12 +751,12 @@ impl<T: Tell> Tree<T> {
             .is_some_and(|node| node.descriptor != GONE)
     }
 
-    /// Whether a node is right below another.
+    /// Whether a node is a direct child of another.
     fn is_in(&self, node: u32, parent: u32) -> bool {
         self.nodes[node as usize].parent == parent
     }
 
-    /// Whether a node is `above` or below it.
+    /// Whether a node is `above` or a descendant of it.
     fn is_within(&self, node: u32, above: u32) -> bool {
         let mut node = node;
         while node != NONE {
@@ -763,7 +768,7 @@ impl<T: Tell> Tree<T> {
         false
     }
 
-    /// The registered directory of this name; the latest, if one that is gone had it too.
+    /// The registered directory of this name; the latest, if a removed one had the same name.
     fn child(&self, node: u32, name: &OsStr) -> Option<u32> {
         let mut child = self.nodes[node as usize].child;
         while child != NONE {
@@ -820,7 +825,7 @@ impl<T: Tell> Tree<T> {
         path
     }
 
-    /// The directories that are registered.
+    /// The registered directories.
     #[cfg(test)]
     pub(super) fn directories(&self) -> Vec<PathBuf> {
         let mut paths: Vec<_> = self
@@ -835,9 +840,9 @@ impl<T: Tell> Tree<T> {
 
 enum Registered {
     New(u32),
-    /// It was registered already, here or elsewhere.
+    /// Already registered, here or at another path.
     Known(u32),
-    /// There is no directory that could be registered.
+    /// There is no directory to register.
     Gone,
 }
 
@@ -848,7 +853,7 @@ struct Event {
     name: Option<Box<OsStr>>,
 }
 
-/// Room for events.
+/// Buffer for events.
 pub(super) struct Buffer(Box<[MaybeUninit<u8>]>);
 
 impl Buffer {
@@ -857,7 +862,8 @@ impl Buffer {
     }
 }
 
-/// Whether there is nothing that could be watched, for whatever reason.
+/// Whether the error means that the path cannot be watched because it does not exist or is no
+/// directory.
 pub(super) fn is_gone(error: Errno) -> bool {
     matches!(
         error,
@@ -865,7 +871,7 @@ pub(super) fn is_gone(error: Errno) -> bool {
     )
 }
 
-/// A new inotify instance.
+/// Creates an inotify instance.
 pub(super) fn init() -> Result<OwnedFd, WatchError> {
     inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).map_err(WatchError::instance)
 }
