@@ -1,4 +1,4 @@
-//! What this machine and its user are like.
+//! Host information: account, login shell, machine name and id.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::environment::{EnvironmentInfo, Shell};
 
-/// What the password database says of a user.
+/// Entry of a user in the password database.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Account {
     /// The home directory.
@@ -16,7 +16,7 @@ pub struct Account {
     pub shell: PathBuf,
 }
 
-/// The account of the user that this program runs as, if it is listed.
+/// The account of the user that runs this program, if it has an entry.
 pub fn account() -> Option<Account> {
     find_account(
         &fs::read_to_string("/etc/passwd").ok()?,
@@ -37,7 +37,7 @@ fn find_account(passwd: &str, uid: u32) -> Option<Account> {
     })
 }
 
-/// The shell to offer: the user's own if it is of a known kind, else the first that exists.
+/// The shell to report: the user's own if its kind is known, else the first that exists.
 pub fn shell(account: Option<&Account>) -> (String, PathBuf) {
     const KNOWN: [&str; 3] = ["zsh", "bash", "sh"];
     let kind = |path: &Path| -> Option<String> {
@@ -52,7 +52,7 @@ pub fn shell(account: Option<&Account>) -> (String, PathBuf) {
         .unwrap_or_else(|| ("sh".to_owned(), PathBuf::from("/bin/sh")))
 }
 
-/// A stable identity of this machine, if it has one.
+/// A stable identifier of this machine, if it has one.
 pub fn machine_id() -> Option<String> {
     [
         "/etc/machine-id",
@@ -65,14 +65,14 @@ pub fn machine_id() -> Option<String> {
     .filter(|text| !text.is_empty())
 }
 
-/// What the machine calls itself.
+/// The host name.
 pub fn name() -> Option<String> {
     let system = rustix::system::uname();
     let name = system.nodename().to_string_lossy();
     (!name.is_empty()).then(|| name.into_owned())
 }
 
-/// The user's home: `HOME` of the given environment, else the account's.
+/// The user's home directory: `HOME` of the given environment, else that of the account.
 pub fn home(env: &BTreeMap<String, String>, account: Option<&Account>) -> Option<PathBuf> {
     let from_env = env
         .get("HOME")
@@ -81,7 +81,7 @@ pub fn home(env: &BTreeMap<String, String>, account: Option<&Account>) -> Option
     from_env.or_else(|| account.map(|account| account.home.clone()))
 }
 
-/// What clients are told of this machine, but for what only a server knows of itself.
+/// Host information for clients, without the fields that only a server knows about itself.
 pub fn describe(env: &BTreeMap<String, String>) -> EnvironmentInfo {
     let account = account();
     let (name, path) = shell(account.as_ref());
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_the_password_database() {
+    fn account_is_read_from_the_password_database() {
         let passwd = "root:x:0:0:root:/root:/bin/bash\nbad line\nu:x:1000:1000::/home/u:/bin/zsh\n";
         let account = find_account(passwd, 1000).unwrap();
         assert_eq!(account.home, Path::new("/home/u"));

@@ -1,7 +1,7 @@
-//! Runs things on this machine: processes, terminals, retained output and files.
+//! Execution engine of this machine: processes, terminals, retained output and files.
 //!
-//! Answers in values. Knows no JSON-RPC, no session and no connection; reads neither environment
-//! variables nor configuration. The only crate with unsafe code, in one module.
+//! Returns values. Does not depend on JSON-RPC, sessions or connections, and reads neither
+//! environment variables nor configuration. The only crate with unsafe code, in one module.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!(

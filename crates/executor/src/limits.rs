@@ -1,8 +1,9 @@
-//! Limits on what a process may use: resource limits where they do, control groups where they must.
+//! Resource limits of a process: rlimits where possible, control groups where necessary.
 //!
-//! Memory and the number of processes concern a whole tree, which only a control group can count.
-//! Without one, memory falls back to an address space limit on each process; the number of
-//! processes to the per-user limit, which does not bind root, so there it is refused.
+//! Limits of memory and of the number of processes apply to a whole tree, which only a control
+//! group can count. Without control groups, the memory limit falls back to an address space limit
+//! on each process. The process limit falls back to the per-user rlimit; it does not bind root, so
+//! for root the limit is refused.
 
 use std::fs;
 use std::io::{self, Write as _};
@@ -21,18 +22,18 @@ pub use exec_server_protocol::process::Limits;
 pub struct LimitError {
     /// The limit's name on the wire.
     pub name: &'static str,
-    /// Why not.
+    /// The reason.
     pub reason: String,
 }
 
-/// What a child must do to itself before it executes.
+/// Steps that a child must run before it executes its program.
 #[derive(Debug, Default)]
 pub(crate) struct Applied {
     pub(crate) rlimits: Vec<(u32, u64)>,
     pub(crate) groups: Vec<Group>,
 }
 
-/// A control group of one process tree; removed with the value.
+/// Control group of one process tree; removed when dropped.
 #[derive(Debug)]
 pub(crate) struct Group {
     directory: PathBuf,
@@ -41,7 +42,7 @@ pub(crate) struct Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Fails while something of the tree is left, which then keeps its limits.
+        // Fails while a process of the tree is alive; its limits then stay in force.
         if let Err(error) = fs::remove_dir(&self.directory) {
             tracing::debug!(directory = %self.directory.display(), %error, "cannot remove a control group");
             left_behind().push(std::mem::take(&mut self.directory));
@@ -49,14 +50,13 @@ impl Drop for Group {
     }
 }
 
-/// Groups that could not be removed yet.
+/// Control groups that could not be removed yet.
 fn left_behind() -> MutexGuard<'static, Vec<PathBuf>> {
     static LEFT: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
     LEFT.lock()
 }
 
-/// Removes groups whose last process has ended since they were left behind; returns whether any are
-/// left.
+/// Removes control groups whose last process has ended meanwhile; returns whether any are left.
 pub(crate) fn sweep() -> bool {
     let mut left = left_behind();
     left.retain(|directory| {
@@ -65,9 +65,10 @@ pub(crate) fn sweep() -> bool {
     !left.is_empty()
 }
 
-/// Removes groups of servers that were killed before they could; looks once under each base.
+/// Removes control groups of servers that were killed before they could do so; runs once per base
+/// directory.
 fn sweep_strangers(base: &Path) {
-    /// Younger groups may be about to get their first process, from a server that we cannot see.
+    /// Younger groups may belong to a running server that is about to add the first process.
     const AGE: Duration = Duration::from_secs(60);
     static SWEPT: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
     let mut swept = SWEPT.lock();
@@ -91,15 +92,15 @@ fn sweep_strangers(base: &Path) {
             && !Path::new("/proc").join(owner.to_string()).exists()
             && is_old(&entry)
         {
-            // Fails while something is in it.
+            // Fails while a process is in it.
             let _ = fs::remove_dir(entry.path());
         }
     }
 }
 
-/// Turns limits into steps, creating control groups where needed.
+/// Converts limits to steps of the child, and creates control groups where needed.
 ///
-/// `beside` are processes of ours that will be counted with the limited ones.
+/// `beside` is the number of the server's own processes that are counted with the limited ones.
 pub(crate) fn prepare(limits: &Limits, beside: u64) -> Result<Applied, LimitError> {
     let mut applied = Applied::default();
     let each = [
@@ -147,7 +148,7 @@ fn positive(name: &'static str, value: u64) -> Result<u64, LimitError> {
     }
 }
 
-/// Raising a limit above our own needs a privilege that a child may not have.
+/// Raising a limit above the server's own needs a privilege that a child may not have.
 fn check_below_ours(name: &'static str, value: u64, resource: u32) -> Result<(), LimitError> {
     let ours = crate::sys::rlimit::hard(None, resource).unwrap_or(u64::MAX);
     if value > ours && !rustix::process::geteuid().is_root() {
@@ -157,7 +158,7 @@ fn check_below_ours(name: &'static str, value: u64, resource: u32) -> Result<(),
     Ok(())
 }
 
-/// Makes a group under the controller and sets its limit; `files` are the names in versions 2 and 1.
+/// Creates a control group and sets its limit; `files` are the file names in versions 2 and 1.
 fn group(controller: &str, files: [&str; 2], value: u64) -> io::Result<Group> {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let (base, version) = base(controller)
@@ -187,10 +188,10 @@ fn group(controller: &str, files: [&str; 2], value: u64) -> io::Result<Group> {
     }
 }
 
-/// How the names of our groups begin; then come the server's pid and a number.
+/// Prefix of the names of our control groups; the server's pid and a number follow.
 const PREFIX: &str = "exec-server-";
 
-/// Where groups under a controller can be made, and the version of its hierarchy.
+/// The directory where groups under a controller can be created, and the version of its hierarchy.
 fn base(controller: &str) -> Option<(PathBuf, u8)> {
     let own = fs::read_to_string("/proc/self/cgroup").ok()?;
     let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
@@ -236,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn finds_mounts_by_kind_and_option() {
+    fn cgroup_mounts_are_found_by_type_and_option() {
         let mounts = "\
 31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
 39 31 0:36 / /sys/fs/cgroup/pids rw,relatime shared:7 - cgroup cgroup rw,pids
@@ -253,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_is_no_limit_to_enforce() {
+    fn zero_limit_is_rejected() {
         let limits = Limits {
             processes: Some(0),
             ..Limits::default()

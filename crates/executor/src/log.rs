@@ -1,14 +1,15 @@
 //! Retained output of one process.
 //!
-//! Owns the bytes, their sequence numbers, the eviction budget and what is known of bytes that are
-//! gone. Knows nothing of sessions, JSON, or who is reading.
+//! Holds the bytes, their sequence numbers, the eviction budget and the sizes of evicted output.
+//! Does not depend on sessions, JSON, or the identity of readers.
 //!
 //! ```text
 //!  seq  1 … 40      41 … 57                 58 …
-//!      evicted │ retained, newest first │ to come
+//!      evicted │ retained, newest first │ future
 //!              └ what `read` can return       └ next_seq
 //! ```
-//! Beside that, each stream keeps its own head and tail for snapshots; the bytes are shared.
+//!
+//! Each stream also keeps its own head and tail for snapshots; the bytes are shared.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -21,16 +22,17 @@ use exec_server_protocol::sandbox::Denial;
 
 use crate::sys::memory;
 
-/// Memory of one ended process beside its output, roughly: its record, task and queues.
+/// 4 KiB: approximate memory of one ended process besides its output (record, task and queues).
 const RECORD_BYTES: usize = 4 << 10;
 
-/// How much one process may retain.
+/// Limits of the output that one process retains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Retention {
-    /// Bytes kept for reading, newest first; and bytes kept of each stream for snapshots, half
-    /// head, half tail.
+    /// Bytes kept for reading, newest first; also the bytes kept of each stream for snapshots, half
+    /// head and half tail.
     pub bytes: usize,
-    /// Chunks kept for reading: many tiny chunks cost more than their bytes.
+    /// Maximum number of chunks kept for reading: many tiny chunks cost more memory than their
+    /// bytes.
     pub chunks: usize,
 }
 
@@ -43,18 +45,18 @@ impl Default for Retention {
     }
 }
 
-/// Numbers of evicted entries whose sizes are remembered, so that a reader that fell behind learns
-/// exactly how much it missed. Four bytes each.
+/// Number of evicted entries whose sizes are remembered, so that a slow reader learns exactly how
+/// many bytes it missed. Four bytes each.
 const EVICTED_INDEX: usize = limits::EVICTED_SIZES as usize;
 
 /// How a process ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Exit {
-    /// Exit status, or 128 + N for a death by signal N; -1 if nobody knows.
+    /// Exit status, or 128 + N for a death by signal N; -1 if unknown.
     pub code: i32,
     /// The signal that ended it.
     pub signal: Option<i32>,
-    /// It was ended because its time was up.
+    /// It was killed because its timeout expired.
     pub timed_out: bool,
     /// CPU time in user mode, in microseconds.
     pub user_micros: u64,
@@ -62,38 +64,38 @@ pub struct Exit {
     pub system_micros: u64,
     /// Peak resident memory of its largest process.
     pub max_rss_bytes: u64,
-    /// What its sandbox refused, if that was in its way.
+    /// Accesses that its sandbox denied, if they were relevant to its failure.
     pub denials: Option<Vec<Denial>>,
 }
 
-/// How a log ended.
+/// End of a log.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Close {
     /// A descendant still holds the output open.
     pub inherited_output: bool,
-    /// Bytes that came too late to be retained.
+    /// Output that arrived too late to be retained, in bytes.
     pub discarded_bytes: u64,
 }
 
-/// What happened.
+/// Content of an entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EntryKind {
     /// Output arrived.
     Output(Stream, Bytes),
     /// The process ended.
     Exited(Exit),
-    /// Nothing more will come.
+    /// No more entries follow.
     Closed(Close),
 }
 
-/// One numbered entry.
+/// One entry with its sequence number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Its number, from 1 without holes.
+    /// Sequence number, from 1 without gaps.
     pub seq: u64,
-    /// What happened.
+    /// The content.
     pub kind: EntryKind,
-    /// Bytes of output before this entry, evicted ones included.
+    /// Bytes of output before this entry, including evicted ones.
     before: u64,
 }
 
@@ -106,39 +108,39 @@ impl Entry {
     }
 }
 
-/// Output that a reader can no longer have.
+/// Output that a reader has missed because it was evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lost {
-    /// Entries up to this number are gone.
+    /// Entries up to this number were evicted.
     pub through_seq: u64,
-    /// How many bytes of them came after the reader's cursor; for one that is more than
-    /// [`limits::EVICTED_SIZES`] entries behind, how many bytes they had from the beginning.
+    /// Number of their bytes after the reader's cursor. For a reader that is more than
+    /// [`limits::EVICTED_SIZES`] entries behind: the number of their bytes from the beginning.
     pub bytes: u64,
 }
 
-/// The answer to a read.
+/// Result of a read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slice {
     /// Output after the cursor, in order.
     pub chunks: Vec<(u64, Stream, Bytes)>,
-    /// Where to go on.
+    /// Sequence number at which to continue.
     pub next_seq: u64,
-    /// What is missing between the cursor and the first chunk.
+    /// Output missing between the cursor and the first chunk.
     pub lost: Option<Lost>,
 }
 
 /// Head and tail of one stream.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cut {
-    /// Head, then tail.
+    /// The head, followed by the tail.
     pub bytes: Vec<u8>,
-    /// Where the head ends.
+    /// Length of the head in bytes.
     pub head: u64,
-    /// How much is missing there.
+    /// Number of bytes omitted between head and tail.
     pub omitted: u64,
 }
 
-/// Counts what many logs retain and evict; clones count together.
+/// Counter of the output that many logs retain and evict; clones share one count.
 #[derive(Debug, Clone, Default)]
 pub struct Meter(Arc<Counts>);
 
@@ -149,18 +151,18 @@ struct Counts {
 }
 
 impl Meter {
-    /// Bytes that can be read right now.
+    /// Bytes retained now.
     pub fn bytes(&self) -> u64 {
         self.0.retained.load(Ordering::Relaxed)
     }
 
-    /// Bytes that were ever evicted.
+    /// Total bytes evicted so far.
     pub fn evicted(&self) -> u64 {
         self.0.evicted.load(Ordering::Relaxed)
     }
 }
 
-/// The bytes that one log retains, as part of what is counted together.
+/// Bytes that one log retains, as part of a shared count.
 #[derive(Debug)]
 struct Retained {
     bytes: usize,
@@ -200,27 +202,27 @@ pub struct Log {
     /// Bytes in `entries`.
     retained: Retained,
     next_seq: u64,
-    /// Bytes ever appended.
+    /// Total bytes appended.
     total: u64,
     /// Sizes of the newest evicted entries, oldest first.
     evicted: VecDeque<u32>,
     exit: Option<Exit>,
     close: Option<Close>,
     streams: [Ends; 3],
-    /// Bytes that the consumer who holds the process back has taken; `None`: nobody holds it back.
+    /// Bytes taken by the consumer that applies backpressure; `None`: there is no such consumer.
     held: Option<u64>,
-    /// The same for those who search the output, by the numbers they were given.
+    /// Bytes taken by each search of the output, by watcher id.
     watchers: BTreeMap<u64, u64>,
     next_watcher: u64,
 }
 
 impl Log {
-    /// An empty log.
+    /// Creates an empty log.
     pub fn new(retention: Retention) -> Self {
         Self::metered(retention, Meter::default())
     }
 
-    /// An empty log that counts what it retains and evicts together with others.
+    /// Creates an empty log that shares a counter with other logs.
     pub fn metered(retention: Retention, meter: Meter) -> Self {
         Self {
             retention,
@@ -238,22 +240,22 @@ impl Log {
         }
     }
 
-    /// The number of the next entry.
+    /// Sequence number of the next entry.
     pub fn next_seq(&self) -> u64 {
         self.next_seq
     }
 
-    /// How the process ended, once it has.
+    /// The exit of the process, once it has ended.
     pub fn exit(&self) -> Option<&Exit> {
         self.exit.as_ref()
     }
 
-    /// How the log ended, once it has.
+    /// The close of the log, once it is closed.
     pub fn close(&self) -> Option<&Close> {
         self.close.as_ref()
     }
 
-    /// Output that can still be read, oldest first.
+    /// Retained output, oldest first.
     pub fn retained(&self) -> impl Iterator<Item = &[u8]> {
         self.entries.iter().filter_map(|entry| match &entry.kind {
             EntryKind::Output(_, bytes) => Some(&bytes[..]),
@@ -261,12 +263,12 @@ impl Log {
         })
     }
 
-    /// Bytes that can still be read.
+    /// Bytes of retained output.
     pub fn retained_bytes(&self) -> u64 {
         self.retained.bytes as u64
     }
 
-    /// Bytes that can no longer be read.
+    /// Bytes of evicted output.
     pub fn evicted_bytes(&self) -> u64 {
         self.total - self.retained.bytes as u64
     }
@@ -279,7 +281,8 @@ impl Log {
         self.trim();
     }
 
-    /// Evicts what exceeds the budget, but nothing that the holding consumer lacks.
+    /// Evicts what exceeds the budget, except output that a consumer with backpressure has not
+    /// taken.
     fn trim(&mut self) {
         let needed = self.needed();
         while (self.retained.bytes > self.retention.bytes
@@ -291,14 +294,14 @@ impl Log {
         }
     }
 
-    /// Appends the end of the process.
+    /// Appends the exit of the process.
     pub fn exited(&mut self, exit: Exit) {
         debug_assert!(self.exit.is_none(), "exited twice");
         self.exit = Some(exit.clone());
         self.append(EntryKind::Exited(exit));
     }
 
-    /// Appends the end of the log.
+    /// Appends the close of the log.
     pub fn closed(&mut self, close: Close) {
         debug_assert!(self.close.is_none(), "closed twice");
         self.close = Some(close);
@@ -329,12 +332,12 @@ impl Log {
         self.evicted.push_back(entry.len() as u32);
     }
 
-    /// The number of the oldest retained entry.
+    /// Sequence number of the oldest retained entry.
     fn first_seq(&self) -> u64 {
         self.next_seq - self.entries.len() as u64
     }
 
-    /// The first entry after `cursor` that is still retained.
+    /// The first retained entry after `cursor`.
     pub fn entry_after(&self, cursor: u64) -> Option<&Entry> {
         let first = self.first_seq();
         let index = cursor.saturating_add(1).saturating_sub(first);
@@ -349,15 +352,15 @@ impl Log {
         let from = usize::try_from(from)
             .unwrap_or(usize::MAX)
             .min(self.entries.len());
-        // The end of the process and of the log are the only others, so this looks at three at most.
+        // The only other entries are the exit and the close, so this examines at most three.
         let mut after = self.entries.range(from..);
         after.any(|entry| matches!(entry.kind, EntryKind::Output(..)))
     }
 
     /// Retained output after `cursor`.
     ///
-    /// With `max_bytes` the slice stops before a chunk that would exceed it, but holds one at least,
-    /// and `next_seq` is the number after the last chunk returned.
+    /// With `max_bytes` the slice ends before a chunk that would exceed it, but contains at least
+    /// one chunk. `next_seq` is the number after the last chunk returned.
     pub fn read(&self, cursor: u64, max_bytes: Option<usize>) -> Slice {
         let mut chunks = Vec::new();
         let mut bytes = 0;
@@ -386,7 +389,7 @@ impl Log {
         }
     }
 
-    /// What of the output after `cursor` is gone.
+    /// The evicted part of the output after `cursor`.
     pub fn lost_after(&self, cursor: u64) -> Option<Lost> {
         let through_seq = self.first_seq() - 1;
         if cursor >= through_seq {
@@ -407,7 +410,7 @@ impl Log {
                     .sum()
             }
         };
-        // Entries without bytes (the exit) are no output and no loss.
+        // Entries without bytes (the exit) are not a loss of output.
         (bytes > 0).then_some(Lost { through_seq, bytes })
     }
 
@@ -417,7 +420,7 @@ impl Log {
         self.streams[index(stream)].cut(budget.min(self.retention.bytes))
     }
 
-    /// A consumer at `cursor` (usually the last number) begins to hold the process back.
+    /// A consumer at `cursor` (usually the latest number) starts to apply backpressure.
     pub fn hold(&mut self, cursor: u64) {
         self.held = Some(self.bytes_through(cursor));
     }
@@ -430,23 +433,24 @@ impl Log {
         }
     }
 
-    /// Nobody holds the process back any more.
+    /// Ends the backpressure of the consumer.
     pub fn release(&mut self) {
         self.held = None;
         self.trim();
     }
 
-    /// Whether more output may be taken in without evicting what the holding consumer lacks.
+    /// Whether more output can be appended without evicting output that the consumer with
+    /// backpressure has not taken.
     ///
-    /// Half the budget: the other half is what a consumer that lost its connection may have been
-    /// sent and never received.
+    /// Uses half the budget: the other half is for output that was sent to a consumer but lost with
+    /// its connection.
     pub fn has_room(&self) -> bool {
         self.needed()
             .is_none_or(|needed| self.total - needed < (self.retention.bytes / 2).max(1) as u64)
     }
 
-    /// Someone at `cursor` begins to search the output, and holds the process back like a consumer;
-    /// the number they go by.
+    /// Registers a search of the output from `cursor` on, which applies backpressure like a
+    /// consumer; returns the watcher id.
     pub fn watch(&mut self, cursor: u64) -> u64 {
         let watcher = self.next_watcher;
         self.next_watcher += 1;
@@ -463,13 +467,13 @@ impl Log {
         }
     }
 
-    /// A watcher has found what it looked for, or has gone.
+    /// Unregisters a watcher.
     pub fn unwatch(&mut self, watcher: u64) {
         self.watchers.remove(&watcher);
         self.trim();
     }
 
-    /// How many bytes everyone who holds the process back has taken.
+    /// Number of bytes that every consumer and watcher with backpressure has taken.
     fn needed(&self) -> Option<u64> {
         self.watchers.values().copied().chain(self.held).min()
     }
@@ -547,8 +551,8 @@ impl Ends {
                 omitted: 0,
             };
         }
-        // An odd byte goes to the head. A tail shorter than its half leaves nothing to the head:
-        // the head never grew beyond its own.
+        // An odd byte goes to the head. A tail shorter than its half leaves no extra bytes to the
+        // head, because the head never exceeds its own half.
         let head_len = (budget - budget / 2).min(self.head_bytes);
         let tail_len = (budget / 2).min(kept - head_len);
         let mut bytes: Vec<u8> = self.head.iter().flatten().copied().take(head_len).collect();
@@ -587,7 +591,7 @@ mod tests {
         }
     }
 
-    /// Everything ever appended, kept for ever.
+    /// All output ever appended, without eviction.
     #[derive(Default)]
     struct Model {
         entries: Vec<Option<(Stream, Vec<u8>)>>,
@@ -619,7 +623,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn agrees_with_a_log_that_forgets_nothing(
+        fn log_matches_a_model_without_eviction(
             writes in prop::collection::vec((0u8..2, 1usize..40), 0..60),
             exit_at in 0usize..60, budget in 1usize..200, chunks in 1usize..30,
             cursor in 0u64..70, max in prop::option::of(0usize..100),
@@ -627,7 +631,7 @@ mod tests {
             let retention = Retention { bytes: budget, chunks };
             let mut log = Log::new(retention);
             let mut model = Model::default();
-            // Eviction happens when output arrives, so an exit may push the count over by one.
+            // Eviction runs when output is appended, so an exit may exceed the limit by one.
             let mut first = 0;
             for (n, (which, size)) in writes.iter().enumerate() {
                 if n == exit_at {
@@ -689,7 +693,7 @@ mod tests {
         }
 
         #[test]
-        fn a_holding_consumer_loses_nothing(
+        fn consumer_with_backpressure_loses_no_output(
             steps in prop::collection::vec((any::<bool>(), 1usize..20), 0..200),
             budget in 0usize..64, chunks in 1usize..10,
         ) {
@@ -716,7 +720,7 @@ mod tests {
     }
 
     #[test]
-    fn holding_is_about_bytes_not_yet_taken() {
+    fn backpressure_counts_bytes_not_yet_taken() {
         let mut log = Log::new(Retention {
             bytes: 100,
             chunks: 10,
@@ -735,7 +739,7 @@ mod tests {
     }
 
     #[test]
-    fn logs_count_together() {
+    fn logs_share_a_meter() {
         let retention = Retention {
             bytes: 10,
             chunks: 10,
@@ -753,7 +757,7 @@ mod tests {
     }
 
     #[test]
-    fn far_behind_the_loss_is_counted_from_the_beginning() {
+    fn loss_of_a_reader_far_behind_is_counted_from_the_beginning() {
         let mut log = Log::new(Retention {
             bytes: 10,
             chunks: 10,

@@ -1,8 +1,7 @@
-//! What processes are doing right now, as `/proc` tells: which ports they listen on, and whether
-//! they wait for input from a terminal.
+//! /proc inspection: listening TCP ports and blocked terminal reads of processes.
 //!
-//! Owns the reading of `/proc` and nothing else. Everything here blocks: not for an async worker.
-//! What cannot be read, because a process is gone or may not be looked at, counts as not there.
+//! Only reads `/proc`. Every function blocks and must not run on an async worker. A process that
+//! has ended or may not be inspected counts as absent.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -11,15 +10,16 @@ use std::path::PathBuf;
 
 use rustix::process::Pid;
 
-/// Threads of one process that are looked at: those that read terminals are few and old.
+/// Maximum number of threads inspected per process: the threads that read terminals are few and
+/// old.
 const MAX_THREADS: usize = 64;
 
-/// Descriptors of one `poll` or `select` that are looked at.
+/// Maximum number of descriptors inspected per `poll` or `select`.
 const MAX_DESCRIPTORS: usize = 1024;
 
-/// Who of these processes listens on a TCP port, and on which; `None` stands for any port.
+/// The process that listens on a TCP port, and the port; `None` as `wanted` matches any port.
 pub(crate) fn listens(pids: &[Pid], wanted: Option<u16>) -> Option<(i32, u16)> {
-    // Sockets by network namespace: a sandbox may have one of its own.
+    // Sockets by network namespace: a sandbox may have its own.
     let mut namespaces: HashMap<PathBuf, HashMap<u64, u16>> = HashMap::new();
     for pid in pids {
         let pid = pid.as_raw_nonzero().get();
@@ -47,12 +47,12 @@ pub(crate) fn listens(pids: &[Pid], wanted: Option<u16>) -> Option<(i32, u16)> {
     None
 }
 
-/// Ports that are listened on in the network namespace of a process, by the inode of the socket.
+/// Listening ports in the network namespace of a process, by the inode of the socket.
 fn listening_sockets(pid: i32, wanted: Option<u16>) -> HashMap<u64, u16> {
     let mut sockets = HashMap::new();
     for table in ["tcp", "tcp6"] {
         let text = fs::read_to_string(format!("/proc/{pid}/net/{table}")).unwrap_or_default();
-        // The first line is a heading.
+        // The first line is a header.
         for line in text.lines().skip(1) {
             if let Some((inode, port)) = listening(line)
                 && wanted.is_none_or(|wanted| wanted == port)
@@ -64,7 +64,7 @@ fn listening_sockets(pid: i32, wanted: Option<u16>) -> HashMap<u64, u16> {
     sockets
 }
 
-/// Inode and port, if a line of `/proc/net/tcp` is about a socket that listens.
+/// Inode and port, if a line of `/proc/net/tcp` describes a listening socket.
 fn listening(line: &str) -> Option<(u64, u16)> {
     const LISTEN: &str = "0A";
     let mut fields = line.split_ascii_whitespace();
@@ -75,12 +75,12 @@ fn listening(line: &str) -> Option<(u64, u16)> {
     Some((inode.parse().ok()?, u16::from_str_radix(port, 16).ok()?))
 }
 
-/// Who of these processes waits for input from its terminal.
+/// The process that is blocked on input from its terminal.
 ///
-/// It must be in the foreground of its terminal, and one of its threads must sleep in a system call
-/// that reads from a terminal (`read`, `readv`, `pread`) or waits until one can be read (`poll`,
-/// `select`, `epoll_wait` and their kin, with the terminal among their descriptors). What waits
-/// through `io_uring` is not noticed.
+/// It must be in the foreground of its terminal, and one of its threads must be blocked in a system
+/// call that reads from the terminal (`read`, `readv`, `pread`) or that waits until the terminal is
+/// readable (`poll`, `select`, `epoll_wait` and variants, with the terminal among their
+/// descriptors). Waits through `io_uring` are not detected.
 pub(crate) fn reads_terminal(pids: &[Pid]) -> Option<i32> {
     let mut pids = pids.iter().map(|pid| pid.as_raw_nonzero().get());
     pids.find(|&pid| {
@@ -96,12 +96,12 @@ pub(crate) fn reads_terminal(pids: &[Pid]) -> Option<i32> {
     })
 }
 
-/// Whether a process has a terminal and may read from it.
+/// Whether a process has a terminal and is in its foreground process group.
 fn is_in_foreground(pid: i32) -> bool {
     let Ok(text) = fs::read(format!("/proc/{pid}/stat")) else {
         return false;
     };
-    // The command's name may hold anything; fields follow its last parenthesis.
+    // The command name may contain any byte; the fields follow its last parenthesis.
     let Some(after) = text.iter().rposition(|&byte| byte == b')') else {
         return false;
     };
@@ -112,12 +112,12 @@ fn is_in_foreground(pid: i32) -> bool {
         .take(5)
         .filter_map(|field| field.parse().ok())
         .collect();
-    // Parent, group, session, terminal, and the terminal's foreground group.
+    // Parent, process group, session, terminal, and the terminal's foreground group.
     matches!(numbers[..], [_, group, _, terminal, foreground]
         if terminal != 0 && group == foreground)
 }
 
-/// A system call that a thread sleeps in.
+/// System call in which a thread is blocked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Call {
     number: i64,
@@ -125,7 +125,8 @@ struct Call {
 }
 
 impl Call {
-    /// Reads `/proc/PID/task/TID/syscall`, which says `running` for a thread that does not sleep.
+    /// Parses `/proc/PID/task/TID/syscall`, which contains `running` for a thread that is not
+    /// blocked.
     fn parse(text: &str) -> Option<Self> {
         let mut fields = text.split_ascii_whitespace();
         let number = fields.next()?.parse().ok()?;
@@ -168,7 +169,7 @@ impl Call {
     }
 }
 
-/// What a call waits for.
+/// What a system call waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Read,
@@ -177,7 +178,7 @@ enum Kind {
     Epoll,
 }
 
-/// Reads a process's memory.
+/// Reads the memory of a process.
 fn memory(pid: i32, address: u64, bytes: usize) -> Option<Vec<u8>> {
     let mut memory = vec![0; bytes];
     let file = File::open(format!("/proc/{pid}/mem")).ok()?;
@@ -185,9 +186,10 @@ fn memory(pid: i32, address: u64, bytes: usize) -> Option<Vec<u8>> {
     Some(memory)
 }
 
-/// Descriptors that a `poll` waits to read from.
+/// Descriptors whose input a `poll` waits for.
 fn polled(pid: i32, address: u64, count: u64) -> Vec<u64> {
-    /// `struct pollfd`: a descriptor of four bytes, two for what is awaited, two for what came.
+    /// `struct pollfd`: four bytes descriptor, two bytes requested events, two bytes returned
+    /// events.
     const SIZE: usize = 8;
     let count = usize::try_from(count).unwrap_or(usize::MAX);
     let entries = memory(pid, address, SIZE * count.min(MAX_DESCRIPTORS)).unwrap_or_default();
@@ -201,14 +203,14 @@ fn polled(pid: i32, address: u64, count: u64) -> Vec<u64> {
         .collect()
 }
 
-/// Descriptors that a `select` waits to read from.
+/// Descriptors whose input a `select` waits for.
 fn selected(pid: i32, count: u64, address: u64) -> Vec<u64> {
     if address == 0 {
         return Vec::new();
     }
     let count = usize::try_from(count).unwrap_or(usize::MAX);
     let bits = count.min(MAX_DESCRIPTORS);
-    // The kernel reads whole words of eight bytes.
+    // The kernel reads the set in units of eight bytes.
     let set = memory(pid, address, bits.div_ceil(64) * 8).unwrap_or_default();
     let is_set = |fd: &usize| {
         set.get(fd / 8)
@@ -217,13 +219,13 @@ fn selected(pid: i32, count: u64, address: u64) -> Vec<u64> {
     (0..bits).filter(is_set).map(|fd| fd as u64).collect()
 }
 
-/// Descriptors that an epoll set waits to read from.
+/// Descriptors whose input an epoll instance waits for.
 fn watched(pid: i32, epoll: u64) -> Vec<u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/fdinfo/{epoll}")).unwrap_or_default();
     text.lines().filter_map(watched_descriptor).collect()
 }
 
-/// The descriptor of a line like `tfd:        0 events:       19 data: …`.
+/// Descriptor number in a line like `tfd:        0 events:       19 data: …`.
 fn watched_descriptor(line: &str) -> Option<u64> {
     let mut fields = line.strip_prefix("tfd:")?.split_ascii_whitespace();
     let fd = fields.next()?.parse().ok()?;
@@ -232,9 +234,10 @@ fn watched_descriptor(line: &str) -> Option<u64> {
     (events & libc::EPOLLIN.cast_unsigned() != 0).then_some(fd)
 }
 
-/// Whether a descriptor of a process is a terminal. By device: its path may mean another thing there.
+/// Whether a descriptor of a process is a terminal. Checks the device: the path may mean another
+/// file in that process's mount namespace.
 fn is_terminal(pid: i32, fd: u64) -> bool {
-    /// Consoles; `/dev/tty` and its like; pseudoterminals.
+    /// Device majors of consoles, of `/dev/tty` and similar, and of pseudoterminals.
     const MAJORS: [std::ops::RangeInclusive<u32>; 3] = [4..=4, 5..=5, 136..=143];
     fs::metadata(format!("/proc/{pid}/fd/{fd}")).is_ok_and(|found| {
         let major = libc::major(found.rdev());
@@ -253,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn sees_the_ports_of_this_process() {
+    fn listens_finds_ports_of_this_process() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let pid = own()[0].as_raw_nonzero().get();
@@ -270,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_about_sockets() {
+    fn listening_parses_socket_lines() {
         let listens = "   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1000        0 4711 1 0000000000000000 100 0 0 10 0";
         assert_eq!(listening(listens), Some((4711, 8080)));
         assert_eq!(listening(&listens.replace(" 0A ", " 01 ")), None);
@@ -285,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_and_descriptors() {
+    fn syscall_and_descriptor_lines_are_parsed() {
         let call = Call::parse("0 0x3 0x7ffe 0x400 0x0 0x0 0x0 0x7ffd 0x7f4b\n").unwrap();
         assert_eq!(call.arguments, [3, 0x7ffe, 0x400]);
         #[cfg(target_arch = "x86_64")]
@@ -300,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn own_memory_is_read_as_the_kernel_reads_it() {
+    fn memory_of_this_process_is_read() {
         let pid = own()[0].as_raw_nonzero().get();
         let set: [u64; 2] = [0b101, 0b1];
         let address = set.as_ptr() as u64;

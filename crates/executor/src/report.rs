@@ -1,4 +1,5 @@
-//! From a log to the values that the wire knows: what a reader, a waiter or a consumer is told.
+//! Conversion of log state to results of `process/read`, `wait`, `snapshot`, and to the exit and
+//! close notifications.
 
 use exec_server_protocol::process::{
     ClosedParams, Evicted, ExitedParams, PerStream, ReadChunk, ReadResult, SnapshotResult, Usage,
@@ -8,14 +9,14 @@ use exec_server_protocol::process::{
 use crate::log::{Close, Exit, Log, Stream};
 use crate::signal;
 
-/// Whether someone who has everything up to `after` would learn something by reading now.
+/// Whether a read after `after` would return new data.
 pub fn has_news(log: &Log, after: u64) -> bool {
     log.has_output_after(after)
         || log.close().is_some()
         || (log.exit().is_some() && after < log.next_seq() - 1)
 }
 
-/// Retained output after a number, and how the process is now.
+/// Retained output after a number, and the state of the process.
 pub fn read(log: &Log, after: u64, max_bytes: Option<usize>) -> ReadResult {
     let slice = log.read(after, max_bytes);
     let exit = log.exit();
@@ -44,7 +45,7 @@ pub fn read(log: &Log, after: u64, max_bytes: Option<usize>) -> ReadResult {
     }
 }
 
-/// How the process is now, for someone who waited.
+/// The state of the process as the result of a wait.
 pub fn wait(log: &Log, wait_timed_out: bool) -> WaitResult {
     let exit = log.exit();
     WaitResult {
@@ -83,7 +84,7 @@ pub fn snapshot(log: &Log, max_bytes: Option<u64>) -> SnapshotResult {
     }
 }
 
-/// The end of a process.
+/// The exit of a process.
 pub fn exited(process_id: &str, seq: u64, exit: &Exit) -> ExitedParams {
     ExitedParams {
         process_id: process_id.to_owned(),
@@ -101,7 +102,7 @@ pub fn exited(process_id: &str, seq: u64, exit: &Exit) -> ExitedParams {
     }
 }
 
-/// The end of a log.
+/// The close of a log.
 pub fn closed(process_id: &str, seq: u64, close: &Close) -> ClosedParams {
     ClosedParams {
         process_id: process_id.to_owned(),

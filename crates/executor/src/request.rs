@@ -1,7 +1,7 @@
-//! From a request of the wire to a spec.
+//! Validation of `process/start` parameters, and conversion to a `Spec`.
 //!
-//! Owns the checks that do not depend on who asks, so that local and remote callers meet the same
-//! ones.
+//! Contains the checks that do not depend on the caller's identity, so that they are the same for
+//! local and remote callers.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,16 +11,16 @@ use exec_server_protocol::process::{StartParams, TerminalSize};
 use crate::spec::{PrivateNetwork, Size, Spec, StartError, Stdio, Timeout};
 use crate::{env, host};
 
-/// From SIGTERM to SIGKILL when a timeout strikes, unless the request says otherwise.
+/// Time from SIGTERM to SIGKILL after a timeout, unless the request sets it.
 const TIMEOUT_GRACE: Duration = Duration::from_secs(2);
 
-/// Checks a request and turns it into what the executor takes; `own` is the environment that
-/// policies start from.
+/// Validates a request and converts it to a spec; `own` is the environment that policies start
+/// from.
 ///
 /// # Errors
 ///
-/// Names what cannot be: an empty command, a foreign directory, a terminal without a size, or a
-/// policy that cannot be enforced.
+/// The error names the invalid field: an empty command, a path of another platform, a terminal
+/// without a size, or a policy that cannot be enforced.
 pub fn spec(params: &StartParams, own: &BTreeMap<String, String>) -> Result<Spec, StartError> {
     if params.argv.is_empty() {
         return Err(StartError::EmptyArgv);
@@ -64,12 +64,13 @@ pub fn spec(params: &StartParams, own: &BTreeMap<String, String>) -> Result<Spec
         limits: params.limits.clone().unwrap_or_default(),
         retention: None,
         sandbox: params.sandbox.clone(),
-        // Without listeners it leads nowhere: whoever knows a way out has to say so.
+        // Without listeners this network has no connection to the outside; the caller adds
+        // listeners if it provides one.
         network: params.enforce_managed_network.then(PrivateNetwork::default),
     })
 }
 
-/// Programs on a terminal expect to know the user's shell.
+/// Sets `SHELL`: programs on a terminal expect to find the user's shell there.
 pub fn add_shell(env: &mut BTreeMap<String, String>) {
     if !env.contains_key("SHELL")
         && let Some(account) = host::account()
@@ -79,7 +80,7 @@ pub fn add_shell(env: &mut BTreeMap<String, String>) {
     }
 }
 
-/// A terminal's size, if it is one.
+/// Converts the size of a terminal, if it is valid.
 ///
 /// # Errors
 ///
@@ -115,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_by_name() {
+    fn invalid_start_parameters_are_rejected_by_name() {
         assert!(spec(&params(), &BTreeMap::new()).is_ok());
         let foreign = StartParams {
             cwd: PathUri::parse("file:///C:/x").unwrap(),
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_managed_network_leads_nowhere_until_somebody_manages_it() {
+    fn managed_network_without_listeners_is_isolated() {
         assert_eq!(spec(&params(), &BTreeMap::new()).unwrap().network, None);
         let managed = StartParams {
             enforce_managed_network: true,
@@ -142,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_of_the_caller_reach_the_child() {
+    fn caller_ids_are_set_in_the_environment() {
         let mut params = params();
         params.metadata = Some(exec_server_protocol::process::StartMetadata {
             thread_id: Some("t".to_owned()),

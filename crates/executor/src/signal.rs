@@ -1,9 +1,9 @@
-//! Signals by name.
+//! Signal names and numbers.
 
 use exec_server_protocol::process::SignalName;
 use rustix::process::Signal;
 
-/// The signal that a wire name means.
+/// The signal with this wire name.
 pub fn named(name: SignalName) -> Signal {
     match name {
         SignalName::Interrupt => Signal::INT,
@@ -18,7 +18,7 @@ pub fn named(name: SignalName) -> Signal {
     }
 }
 
-/// What people call a signal: `SIGTERM`, or `SIG34` for one without a name.
+/// The usual name of a signal: `SIGTERM`, or `SIG34` for one without a name.
 pub fn name(number: i32) -> String {
     const NAMES: [&str; 31] = [
         "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2",
@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_agree_with_numbers() {
+    fn signal_names_match_their_numbers() {
         for (number, text) in [
             (1, "SIGHUP"),
             (9, "SIGKILL"),

@@ -1,8 +1,10 @@
-//! What a login shell knows after its start-up files, kept so that they need not run again.
+//! Shell snapshots: captured state of a login shell after its start-up files, reused by later
+//! commands.
 //!
-//! Owns how a shell is asked for its state, how another is given it, and how many are remembered.
-//! Nothing is written to a disk: state is kept in memory and goes to a shell in its environment,
-//! which drops it before the command runs. Whatever goes wrong, the command runs as it was asked to.
+//! Decides how the state of a shell is captured, how it is restored in another shell, and how many
+//! snapshots are kept. Writes nothing to disk: the state is kept in memory and passed to a shell in
+//! its environment, which removes it before the command runs. If any step fails, the command runs
+//! unchanged.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
@@ -21,34 +23,35 @@ use crate::log::{EntryKind, Log, Retention, Stream};
 use crate::process::{End, Process};
 use crate::spec::{PrivateNetwork, Spec, StartError, Stdio};
 
-/// Snapshots that one session keeps; the least used goes first.
+/// Maximum number of snapshots of one session; the least recently used is evicted first.
 const MAX_SNAPSHOTS: usize = 16;
 
-/// Bytes of state and environment that one may have.
+/// Maximum size of the state and environment of one snapshot.
 const MAX_STATE_BYTES: usize = 512 * 1024;
 
-/// Bytes of output that are kept while a shell tells: its state, and what came before.
+/// Output retention during a capture: the state, and the output before it.
 const CAPTURE_RETENTION: Retention = Retention {
     bytes: 2 * MAX_STATE_BYTES,
     chunks: 4096,
 };
 
-/// Bytes in the name of a scope.
+/// Maximum length of a scope name in bytes.
 const MAX_SCOPE_BYTES: usize = 256;
 
-/// Bytes of one text that the kernel takes along with a program, its name and its end aside.
+/// Maximum length of one environment string, below the kernel's limit of 128 KiB; excludes its name
+/// and terminator.
 const MAX_TEXT_BYTES: usize = 120 * 1024;
 
-/// How long a shell may take to tell, unless somebody says otherwise.
+/// Default timeout of a capture.
 pub const CAPTURE_TIME: Duration = Duration::from_secs(10);
 
-/// Variables that carry the state; the shell drops them before the command runs.
+/// Prefix of the variables that carry the state; the shell removes them before the command runs.
 const VARIABLE: &str = "__EXEC_SERVER_SNAPSHOT_";
 
-/// Variables that are about one shell rather than what its start-up files did.
+/// Variables that describe one shell process and not the effect of its start-up files.
 const NOT_STATE: [&str; 4] = ["OLDPWD", "PWD", "SHLVL", "_"];
 
-/// A kind of shell.
+/// Kind of shell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Bash,
@@ -66,7 +69,7 @@ impl Kind {
         }
     }
 
-    /// What runs a text without start-up files.
+    /// Command line of a shell that runs a script without start-up files.
     fn bare(self) -> &'static str {
         match self {
             Self::Bash => "-pc",
@@ -75,11 +78,11 @@ impl Kind {
         }
     }
 
-    /// Commands that print state as commands. Options that decide how functions are read come
-    /// first, those that decide what becomes of errors last.
+    /// Commands that print the state as commands. Options that affect the parsing of functions come
+    /// first, those that affect error handling last.
     fn state(self) -> &'static str {
         match self {
-            // Inside a substitution bash forgets about errors.
+            // Inside a command substitution bash disables `errexit`.
             Self::Bash => {
                 "$(builtin shopt -p; builtin declare -f; builtin declare -Fx; builtin alias -p)\n\
                  $(builtin trap -p)\numask $(builtin umask)\n$(builtin set +o)\n\
@@ -89,7 +92,7 @@ impl Kind {
                 "$(builtin set +o; builtin typeset -f; builtin alias -L; builtin alias -sL)\n\
                  umask $(builtin umask)"
             }
-            // A shell that cannot tell its functions has none to tell.
+            // A shell that cannot print its functions returns none.
             Self::Sh => {
                 "$(if command -v typeset >/dev/null 2>&1; then typeset -f; fi\n\
                  alias | while IFS= read -r line; do printf 'alias %s\\n' \"${line#alias }\"; done)\n\
@@ -98,10 +101,11 @@ impl Kind {
         }
     }
 
-    /// A text that tells everything, after a mark that nothing else prints, with lengths in bytes.
+    /// A script that prints everything, after a marker that no other output contains, with lengths
+    /// in bytes.
     ///
-    /// All is gathered first: what start-up files have left running may write at any time, and what
-    /// it writes in between shows in the lengths.
+    /// It collects everything first: background processes of start-up files may write at any time,
+    /// and what they write in between makes the lengths wrong, which is detected.
     fn capture(self, mark: &str) -> String {
         let state = self.state();
         let print = match self {
@@ -117,7 +121,7 @@ impl Kind {
     }
 }
 
-/// What a snapshot is of: commands for which all of this is the same share one.
+/// Key of a snapshot: commands with an equal key share one.
 #[derive(Debug, Clone, PartialEq)]
 struct Key {
     scope_id: String,
@@ -128,20 +132,20 @@ struct Key {
     sandbox: Option<Sandbox>,
 }
 
-/// A command that may begin with a snapshot.
+/// A command that may start from a snapshot.
 #[derive(Debug, Clone)]
 pub struct Wanted {
     key: Key,
-    /// What the request says of the environment, which wins over what start-up files do.
+    /// Environment variables of the request, which override those of start-up files.
     asked: BTreeMap<String, String>,
 }
 
 impl Wanted {
-    /// What a request wants, if it is a command that a snapshot is of use to.
+    /// The snapshot request of a command; `None` if a snapshot does not apply to it.
     ///
     /// # Errors
     ///
-    /// When the scope or the shell cannot be.
+    /// When the scope or the shell is invalid.
     pub fn of(params: &StartParams, spec: &Spec) -> Result<Option<Self>, StartError> {
         let Some(wanted) = &params.shell_snapshot else {
             return Ok(None);
@@ -174,16 +178,16 @@ impl Wanted {
     }
 }
 
-/// The snapshots of one session.
+/// Snapshots of one session.
 #[derive(Debug)]
 pub struct Snapshots {
-    /// How long a shell may take to tell.
+    /// Timeout of a capture.
     time: Duration,
-    /// The most recently used last.
+    /// Least recently used first.
     kept: Mutex<VecDeque<(Key, Cell)>>,
 }
 
-/// Filled once, by whoever comes first; nothing if the shell would not tell.
+/// Initialized once, by the first command that needs it; `None` if the capture failed.
 type Cell = Arc<OnceCell<Option<Snapshot>>>;
 
 impl Default for Snapshots {
@@ -193,7 +197,7 @@ impl Default for Snapshots {
 }
 
 impl Snapshots {
-    /// None yet; a shell may take this long to tell.
+    /// Creates an empty set, with this timeout of a capture.
     pub fn new(time: Duration) -> Self {
         Self {
             time,
@@ -201,7 +205,7 @@ impl Snapshots {
         }
     }
 
-    /// The same command, begun with what its shell's start-up files did before; or as it is.
+    /// The same command with the state of its shell restored, or unchanged if there is no snapshot.
     pub async fn restore(&self, executor: &Executor, spec: Spec, wanted: &Wanted) -> Spec {
         let cell = self.cell(&wanted.key);
         let take = || async {
@@ -222,7 +226,7 @@ impl Snapshots {
         restored.unwrap_or(spec)
     }
 
-    /// Forgets all of them; what their shells have left running, to be ended.
+    /// Drops all snapshots; returns the shells whose background processes have to be terminated.
     pub fn end(&self) -> Vec<Process> {
         let kept = std::mem::take(&mut *self.kept.lock());
         kept.iter().filter_map(|(_, cell)| left(cell)).collect()
@@ -238,7 +242,7 @@ impl Snapshots {
             && let Some((_, old)) = kept.pop_front()
             && let Some(process) = left(&old)
         {
-            // Ends by itself, once nothing is left.
+            // The task ends when all of them have ended.
             tokio::spawn(async move {
                 process.terminate_and_wait(End::Now).await;
             });
@@ -251,21 +255,22 @@ fn left(cell: &Cell) -> Option<Process> {
     cell.get()?.as_ref()?.left.clone()
 }
 
-/// What a shell has told.
+/// Captured state of a shell.
 #[derive(Debug)]
 struct Snapshot {
-    /// Commands that lead to its state.
+    /// Commands that restore the state.
     state: String,
-    /// Variables that its start-up files have set, or changed.
+    /// Variables that its start-up files set or changed.
     set: BTreeMap<String, String>,
-    /// Variables that they have removed.
+    /// Variables that they removed.
     removed: Vec<String>,
-    /// The shell, if it has left something running that the state may tell of, like an agent.
+    /// The shell, if it left a background process, like an agent, that the state may refer to.
     left: Option<Process>,
 }
 
 impl Snapshot {
-    /// The same command in a shell that is given the state; nothing if it is too long for that.
+    /// The same command in a shell that restores the state; `None` if the state is too long for
+    /// that.
     fn begin(&self, spec: &Spec, wanted: &Wanted) -> Option<Spec> {
         let [shell, _, command, rest @ ..] = &spec.argv[..] else {
             return None;
@@ -289,7 +294,7 @@ impl Snapshot {
         }
         let values: String = names.iter().map(|name| format!("${{{name}}}")).collect();
         let names = names.join(" ");
-        // What a shell says of its own state, as that some of it is given, is nobody's concern.
+        // Errors of the restore, for example about read-only variables, are not shown.
         let text = format!(
             "{{ eval \"{values}\"; }} 2>/dev/null\nunset {names}\neval {}",
             shell_quoted(command)
@@ -307,7 +312,7 @@ impl Snapshot {
     }
 }
 
-/// A text in pieces that each fit into a variable; at least one.
+/// Parts of a text that each fit into a variable; at least one.
 fn parts(text: &str) -> impl Iterator<Item = &str> {
     let mut rest = Some(text);
     std::iter::from_fn(move || {
@@ -322,7 +327,7 @@ fn parts(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Has a shell tell its state, and another show that it can be given it.
+/// Captures the state of a shell, and verifies that another shell can restore it.
 async fn take(
     executor: &Executor,
     spec: &Spec,
@@ -338,7 +343,7 @@ async fn take(
     let (said, process) = hear(executor, spec, argv, &end, deadline).await?;
     let mut snapshot = understand(&said, &mark, spec, key.policy.as_ref())?;
     snapshot.left = process;
-    // Background work of start-up files may have written in between.
+    // Background processes of start-up files may have written in between.
     let mut trial = Spec {
         argv: spec.argv.clone(),
         ..spec.clone()
@@ -363,7 +368,8 @@ async fn take(
     }
 }
 
-/// Runs a shell until it has said `end`: all that it said, and the shell if it leaves others behind.
+/// Runs a shell until it has printed `end`; returns its output, and the shell if it left background
+/// processes.
 async fn hear(
     executor: &Executor,
     spec: &Spec,
@@ -376,7 +382,7 @@ async fn hear(
         stdio: Stdio::Pipes { stdin: false },
         timeout: None,
         retention: Some(CAPTURE_RETENTION),
-        // Nobody answers at the listeners of a network that is managed for the command.
+        // The listeners of a managed network are not served during a capture, so it has none.
         network: spec.network.as_ref().map(|_| PrivateNetwork::default()),
         ..spec.clone()
     };
@@ -407,11 +413,11 @@ async fn hear(
     }
 }
 
-/// Looks for a text in output as it comes.
+/// Incremental search for a text in output.
 struct Search {
     text: Vec<u8>,
     cursor: u64,
-    /// The end of what was looked at, shorter than the text.
+    /// The end of the searched output, shorter than the text.
     tail: Vec<u8>,
 }
 
@@ -424,7 +430,7 @@ impl Search {
         }
     }
 
-    /// Whether the text came, once that is known.
+    /// Whether the text was printed, once that is known.
     fn look(&mut self, log: &Log) -> Option<bool> {
         while let Some(entry) = log.entry_after(self.cursor) {
             self.cursor = entry.seq;
@@ -443,7 +449,7 @@ impl Search {
     }
 }
 
-/// What is retained of standard output.
+/// Retained standard output.
 fn output(log: &Log) -> Vec<u8> {
     let mut all = Vec::new();
     let mut cursor = 0;
@@ -456,7 +462,7 @@ fn output(log: &Log) -> Vec<u8> {
     all
 }
 
-/// Makes sense of what a shell said.
+/// Parses the output of a shell.
 fn understand(
     said: &[u8],
     mark: &str,
@@ -482,7 +488,7 @@ fn understand(
     if after.is_empty() {
         return Err("its environment could not be listed".to_owned());
     }
-    // Exported functions are among the functions.
+    // The list of functions contains exported functions, too.
     let is_state =
         |name: &String| !NOT_STATE.contains(&name.as_str()) && !name.starts_with("BASH_FUNC_");
     let set = after
@@ -500,7 +506,7 @@ fn understand(
     })
 }
 
-/// The environment and the state, if they are there as long as they were said to be.
+/// The environment and the state, if both have the announced lengths.
 fn sections<'a>(said: &'a [u8], mark: &str) -> Option<(&'a [u8], &'a [u8])> {
     let begin = format!("\n{mark} ");
     let at = said
@@ -534,7 +540,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_start_up_files_did_is_taken_over() {
+    fn snapshot_contains_only_changes_of_start_up_files() {
         let said = "noise\n\nM 30 10\nSAME=1\nCHANGED=new\nADDED=a=b\u{1}c\nf() { :; }\nM end\nbye";
         let before = spec(&[
             ("SAME", "1"),
@@ -561,7 +567,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_wins_over_a_snapshot() {
+    fn request_environment_overrides_snapshot() {
         let snapshot = Snapshot {
             state: "x".repeat(MAX_TEXT_BYTES + 1),
             set: [("A", "snapshot"), ("B", "snapshot")]
@@ -608,7 +614,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_used_goes_first() {
+    fn least_recently_used_snapshot_is_evicted() {
         let snapshots = Snapshots::default();
         let key = |n: usize| Key {
             scope_id: n.to_string(),

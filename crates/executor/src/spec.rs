@@ -1,4 +1,4 @@
-//! What to run, in a form that cannot be malformed.
+//! Validated specification of a process to start.
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
@@ -12,52 +12,52 @@ use exec_server_protocol::sandbox::Sandbox;
 use crate::limits::{LimitError, Limits};
 use crate::log::Retention;
 
-/// A process to be started.
+/// A process to start.
 #[derive(Debug, Clone, Default)]
 pub struct Spec {
     /// Program and arguments.
     pub argv: Vec<String>,
     /// Working directory.
     pub cwd: PathBuf,
-    /// The whole environment.
+    /// The complete environment.
     pub env: BTreeMap<String, String>,
-    /// What the child sees as its own name.
+    /// The child's `argv[0]`.
     pub arg0: Option<String>,
-    /// What the child's standard streams are.
+    /// Kind of the child's standard streams.
     pub stdio: Stdio,
     /// Wall-clock limit.
     pub timeout: Option<Timeout>,
-    /// What it may use.
+    /// Resource limits.
     pub limits: Limits,
-    /// How much output to retain; the executor's default if absent.
+    /// Output retention; the executor's default if absent.
     pub retention: Option<Retention>,
-    /// The policy to run under.
+    /// Sandbox policy.
     pub sandbox: Option<Sandbox>,
-    /// A network of its own, whatever the policy says of the network.
+    /// A private network, regardless of the network policy.
     pub network: Option<PrivateNetwork>,
 }
 
-/// A network of a process's own: it has no way out but what somebody does with these listeners,
-/// which are in there and are handed over when the process is started.
+/// Private network of a process: its only connections to the outside are these listeners, which are
+/// created inside it and returned to the caller when the process is started.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PrivateNetwork {
-    /// Ports of its loopback interface to listen at for streams.
+    /// TCP ports to listen on, on its loopback interface.
     pub tcp: Vec<u16>,
-    /// Ports of its loopback interface to listen at for datagrams.
+    /// UDP ports to bind, on its loopback interface.
     pub udp: Vec<u16>,
-    /// Whether it may use unix sockets that it can see, which lead out of it.
+    /// Whether it may use visible unix sockets, which lead out of the network.
     pub unix_sockets: bool,
 }
 
-/// What a child's standard streams are.
+/// Kind of a child's standard streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stdio {
     /// Pipes for output.
     Pipes {
-        /// A pipe for input as well, rather than nothing to read.
+        /// Whether stdin is a pipe, too; otherwise it is empty.
         stdin: bool,
     },
-    /// One terminal for everything.
+    /// One terminal for all streams.
     Terminal(Size),
 }
 
@@ -67,10 +67,10 @@ impl Default for Stdio {
     }
 }
 
-/// Rows and columns of a terminal.
+/// Size of a terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
-    /// Lines.
+    /// Number of lines.
     pub rows: u16,
     /// Characters per line.
     pub cols: u16,
@@ -85,64 +85,64 @@ impl Default for Size {
 /// A wall-clock limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeout {
-    /// Until the tree gets SIGTERM.
+    /// Time until the tree receives SIGTERM.
     pub after: Duration,
-    /// From there until SIGKILL.
+    /// Time from SIGTERM to SIGKILL.
     pub grace: Duration,
 }
 
-/// Why a process was not started.
+/// Reasons why a process was not started.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// There is no program.
+    /// The command is empty.
     #[error("argv must not be empty")]
     EmptyArgv,
     /// The program's name is empty.
     #[error("missing program: argv[0] is empty")]
     EmptyProgram,
-    /// Something holds a NUL byte, which no system call can take.
+    /// A value contains a NUL byte, which system calls cannot accept.
     #[error("nul byte found in {0}")]
     Nul(String),
     /// The working directory cannot be entered.
     #[error("cannot use working directory `{path}`: {source}")]
     WorkingDirectory {
-        /// As given.
+        /// The requested path.
         path: PathBuf,
-        /// What the system said.
+        /// The error from the system.
         source: io::Error,
     },
     /// The program cannot be executed.
     #[error("cannot execute `{program}`: {source}")]
     Program {
-        /// As given.
+        /// The requested program.
         program: String,
-        /// What the system said.
+        /// The error from the system.
         source: io::Error,
     },
     /// A limit cannot be enforced.
     #[error(transparent)]
     Limit(#[from] LimitError),
-    /// The machine is out of something.
+    /// A system resource is exhausted.
     #[error("cannot {action}: {source}")]
     System {
-        /// What was tried.
+        /// The action that failed.
         action: &'static str,
-        /// What the system said.
+        /// The error from the system.
         source: io::Error,
     },
-    /// The request cannot be, or asks for a policy that cannot be enforced.
+    /// The request is invalid, or its policy cannot be enforced.
     #[error("{0}")]
     Refused(String),
-    /// There are too many processes already.
+    /// The limit of live processes is reached.
     #[error("limit of {0} live processes reached")]
     TooMany(usize),
 }
 
-/// A [`Spec`] as the kernel wants it.
+/// A [`Spec`] converted to the kernel's representation.
 #[derive(Debug)]
 pub(crate) struct Prepared {
-    /// What to try to execute, in order.
+    /// Paths to execute, in order, until one exists.
     pub(crate) candidates: Vec<CString>,
     pub(crate) argv: Vec<CString>,
     pub(crate) env: Vec<CString>,
@@ -185,9 +185,9 @@ impl Prepared {
     }
 }
 
-/// Where a program may be: its own path, or each directory of the child's `PATH`.
+/// Candidate paths of a program: its own path, or one in each directory of the child's `PATH`.
 fn candidates(program: &str, path: Option<&str>) -> Vec<String> {
-    /// What C libraries search when there is no `PATH`.
+    /// Search path of C libraries when `PATH` is not set.
     const DEFAULT_PATH: &str = "/usr/local/bin:/bin:/usr/bin";
     if program.contains('/') {
         return vec![program.to_owned()];
@@ -206,14 +206,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn searches_the_path_it_is_given() {
+    fn program_is_searched_in_the_child_path() {
         assert_eq!(candidates("a/b", Some("/x")), ["a/b"]);
         assert_eq!(candidates("a", Some("/x::y")), ["/x/a", "./a", "y/a"]);
         assert_eq!(candidates("a", None)[1], "/bin/a");
     }
 
     #[test]
-    fn names_where_a_nul_is() {
+    fn nul_byte_error_names_the_field() {
         let spec = |argv: &[&str], env: &[(&str, &str)]| Spec {
             argv: argv.iter().map(|&a| a.to_owned()).collect(),
             env: env

@@ -1,9 +1,9 @@
-//! Process trees: a process that this server started, with all its descendants, wherever they moved.
+//! Process trees: a process that this server started, with all its descendants.
 //!
 //! Every process is started with a tag, an unusual but harmless value of a resource limit that
-//! descendants inherit. It is not lost with the session, the process group or the parent; what takes
-//! it off is found through its parent or session. See `table` for what counts when; reading `/proc`
-//! is shared by all requests, see `inspector`.
+//! descendants inherit. A descendant keeps the tag when it changes its session, process group or
+//! parent. A descendant that removes the tag is found through its parent or session. See `table`
+//! for the precedence; all requests share the reading of `/proc`, see `inspector`.
 
 mod inspector;
 pub(crate) mod table;
@@ -20,39 +20,39 @@ use self::inspector::{Next, inspect};
 use self::table::{Stat, Table, all_pids};
 use crate::sys::{probe, rlimit};
 
-/// The resource that carries the tag: CPU time of real-time threads. Values around 2^60
+/// The resource limit that carries the tag: CPU time of real-time threads. Values around 2^60
 /// microseconds (thirty thousand years) limit nothing.
 pub(crate) const TAG_RESOURCE: u32 = libc::RLIMIT_RTTIME;
 
-/// How long a process that was just forked may be without its tag, on a machine that is busy.
+/// Maximum time that a newly forked process may be without its tag, on a busy machine.
 const FORK_TO_TAG: Duration = Duration::from_secs(1);
 
-/// How soon processes that end are looked at again at first, and at the latest.
+/// Shortest and longest pause between two checks of processes that are ending.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(25));
 
 /// Set by [`adopt_orphans`].
 static ADOPTS_ORPHANS: AtomicBool = AtomicBool::new(false);
 
-/// A mark that one process and all its descendants bear.
+/// Tag of one process and all its descendants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Tag(pub(crate) u64);
 
-/// How many tags were given out, besides the server's.
+/// Number of tags assigned, besides the server's.
 static GIVEN_OUT: AtomicU64 = AtomicU64::new(0);
 
 impl Tag {
-    /// A tag that no process bears yet.
+    /// Returns an unused tag.
     pub(crate) fn fresh() -> Self {
         Self(Self::of_server().0 - 1 - GIVEN_OUT.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// The tag of processes that do the server's own work. Above all others: these can become part of
-    /// a tree, and limits only go down.
+    /// Tag of processes that do the server's own work. It is higher than all others: these
+    /// processes can become part of a tree, and limits can only be lowered.
     pub(crate) fn of_server() -> Self {
         static FIRST: OnceLock<u64> = OnceLock::new();
         Self(*FIRST.get_or_init(|| {
-            // A server that runs below another one must stay below its tag, and apart from those
-            // that the other one gives out next.
+            // A server that runs below another server must stay below that server's tag, and away
+            // from the tags that it assigns next.
             let own = rlimit::hard(None, TAG_RESOURCE).unwrap_or(u64::MAX);
             let limit = own.clamp(2, 1 << 61);
             let (random, _) = uuid::Uuid::new_v4().as_u64_pair();
@@ -60,7 +60,7 @@ impl Tag {
         }))
     }
 
-    /// Whether a process of this program's bears it, or did.
+    /// Whether this program has assigned the tag.
     fn is_given_out(self) -> bool {
         let given_out = GIVEN_OUT.load(Ordering::Relaxed);
         Self::of_server()
@@ -70,15 +70,15 @@ impl Tag {
     }
 }
 
-/// Processes that this program has started, by their numbers.
+/// Processes that this program has started, by pid.
 #[derive(Debug, Default)]
 struct Leaders(BTreeMap<i32, (Tag, Run)>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Run {
-    /// Not reaped yet: the number is its own.
+    /// Not reaped yet: the pid cannot be reused.
     Running,
-    /// Its session may go on, and then no other process has its number.
+    /// Reaped. Its session may still exist, and then no other process has its number.
     Ended,
 }
 
@@ -93,7 +93,7 @@ impl Leaders {
         (run == Run::Running).then_some(tag)
     }
 
-    /// As [`Leaders::running`], for the number of a session.
+    /// Same as [`Leaders::running`], for the number of a session.
     fn started(&self, session: i32) -> Option<Tag> {
         self.0.get(&session).map(|(tag, _)| *tag)
     }
@@ -105,12 +105,12 @@ impl Leaders {
 
 static LEADERS: Mutex<Leaders> = Mutex::new(Leaders(BTreeMap::new()));
 
-/// A process that was started by this program, registered as long as this exists.
+/// Registration of a process that this program started; dropped to unregister.
 #[derive(Debug)]
 pub(crate) struct Leader {
     pid: Pid,
     pub(crate) tag: Tag,
-    /// Nothing in its tree started before, in clock ticks since the machine was booted.
+    /// Earliest start time of its tree, in clock ticks since boot.
     since: u64,
 }
 
@@ -122,7 +122,7 @@ impl Leader {
         Self { pid, tag, since }
     }
 
-    /// It is about to be reaped; from now on its number may mean another process.
+    /// Call before it is reaped; from then on its pid may mean another process.
     pub(crate) fn ended(&self) {
         if let Some((tag, run)) = LEADERS.lock().0.get_mut(&self.pid.as_raw_nonzero().get())
             && *tag == self.tag
@@ -143,7 +143,7 @@ impl Drop for Leader {
     }
 }
 
-/// Clock ticks since the machine was booted.
+/// Clock ticks since boot.
 pub(crate) fn clock() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     let now = Duration::new(
@@ -158,15 +158,15 @@ fn ticks(time: Duration) -> u64 {
     u64::try_from(ticks).unwrap_or(u64::MAX)
 }
 
-/// Makes this process the parent of its descendants' orphans, for a program that has no children but
-/// those that it starts through this crate.
+/// Makes this process the parent of its descendants' orphans, for a program whose children are all
+/// started through this crate.
 pub(crate) fn adopt_orphans() -> rustix::io::Result<()> {
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
     ADOPTS_ORPHANS.store(true, Ordering::Relaxed);
     Ok(())
 }
 
-/// Whether this process bears the tag.
+/// Whether this process has the tag.
 pub(crate) fn is_member(pid: Pid, tag: Tag) -> bool {
     rlimit::hard(Some(pid), TAG_RESOURCE).is_ok_and(|limit| limit == tag.0)
 }
@@ -183,7 +183,8 @@ pub(crate) fn descendants_of(ancestor: Pid) -> Vec<Pid> {
     let mut descendants = Vec::new();
     let mut above = vec![ancestor.as_raw_nonzero().get()];
     while let Some(parent) = above.pop() {
-        // Taken out: what was read at different moments may go in a circle.
+        // Entries are removed as they are visited: parents read at different times may form a
+        // cycle.
         for (pid, ended) in children.remove(&parent).unwrap_or_default() {
             above.push(pid);
             if !ended {
@@ -194,12 +195,11 @@ pub(crate) fn descendants_of(ancestor: Pid) -> Vec<Pid> {
     descendants
 }
 
-/// The trees that a request is about.
+/// The trees of a request.
 #[derive(Debug, Clone)]
 pub(crate) struct Trees {
     tags: HashSet<Tag>,
-    /// Orphans that were started before cannot be of these trees, in clock ticks since the machine was
-    /// booted.
+    /// Orphans that were started earlier cannot belong to these trees, in clock ticks since boot.
     since: u64,
 }
 
@@ -216,13 +216,13 @@ impl Trees {
         trees
     }
 
-    /// The same trees, without the orphans that may be of them.
+    /// The same trees, without the orphans that only may belong to them.
     pub(crate) fn without_strays(mut self) -> Self {
         self.since = u64::MAX;
         self
     }
 
-    /// The living processes; who started others comes before them.
+    /// The living processes, parents before children.
     pub(crate) async fn members(self) -> Vec<Pid> {
         inspect(move |table, answer| {
             answer(table.living(&self.tags));
@@ -231,7 +231,7 @@ impl Trees {
         .await
     }
 
-    /// Sends a signal to every living process; to who started others before them.
+    /// Sends a signal to every living process, parents before children.
     pub(crate) async fn signal(self, signal: Signal) {
         inspect(move |table, answer| {
             send(table, &self.tags, signal, &[]);
@@ -241,42 +241,42 @@ impl Trees {
         .await;
     }
 
-    /// Ends every process; returns what is left.
+    /// Terminates every process; returns the processes that are left.
     pub(crate) async fn end(self, how: Ending) -> Left {
         let mut progress = Progress::new(self, how);
         inspect(move |table, answer| progress.step(table, answer)).await
     }
 
-    /// As [`Trees::end`], without waiting for it.
+    /// Same as [`Trees::end`], without waiting.
     pub(crate) fn begin_to_end(self, how: Ending) {
         let mut progress = Progress::new(self, how);
         inspector::submit(move |table| progress.step(table, &mut |_| {}));
     }
 }
 
-/// A process group that this program has started, and how to signal it as long as it is there.
+/// A process group that this program started, and how to signal it while it exists.
 pub(crate) struct Group {
     pub(crate) id: Pid,
     pub(crate) signal: Box<dyn Fn(Signal) + Send>,
 }
 
-/// How trees are ended.
+/// Method of terminating trees.
 pub(crate) struct Ending {
-    /// SIGTERM comes first, and SIGKILL after this time.
+    /// If set, SIGTERM is sent first, and SIGKILL after this time.
     pub(crate) grace: Option<Duration>,
     /// How long to wait after the first SIGKILL.
     pub(crate) patience: Duration,
-    /// The groups of the trees' leaders.
+    /// The process groups of the trees' leaders.
     pub(crate) groups: Vec<Group>,
 }
 
-/// What could not be ended.
+/// Processes that could not be terminated.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Left {
     /// Processes of the trees.
     pub(crate) members: Vec<Pid>,
-    /// Orphans that this program has, that may come from the trees or from others, and that nothing
-    /// connects to any of them.
+    /// Orphaned descendants of this program that may belong to these trees or to others; nothing
+    /// connects them to any tree.
     pub(crate) strays: Vec<Pid>,
 }
 
@@ -290,24 +290,24 @@ enum Phase {
     Grace {
         until: Instant,
     },
-    /// All are stopped before any is killed, so that none starts another one meanwhile, and none
-    /// loses the parent that shows where it belongs.
+    /// All processes are stopped before any is killed, so that none starts another one meanwhile,
+    /// and none loses the parent that shows its tree.
     Stop,
-    /// Until they have ended.
+    /// Kill until all have ended.
     Kill,
 }
 
-/// Trees that are being ended.
+/// State of the termination of trees.
 struct Progress {
     trees: Trees,
     how: Ending,
     phase: Phase,
-    /// Processes that were stopped, with the moment of their start.
+    /// Stopped processes, with their start times.
     stopped: HashSet<(i32, u64)>,
     rounds: usize,
     deadline: Option<Instant>,
     pause: Duration,
-    /// No process of the trees was left when they were last looked at.
+    /// The last check found no process of the trees.
     was_empty: bool,
 }
 
@@ -329,8 +329,8 @@ impl Progress {
     }
 
     fn step(&mut self, table: &mut Table, answer: &mut dyn FnMut(Left)) -> Next {
-        /// Each round stops at least everything that was there when it began, so a tree that still
-        /// grows after this many is held by something that may not be signalled.
+        /// Each round stops at least every process that existed when it began. A tree that still
+        /// grows after 64 rounds contains a process that may not be signalled.
         const ROUNDS: usize = 64;
         let tags = &self.trees.tags;
         match self.phase {
@@ -406,7 +406,7 @@ impl Progress {
                     .iter()
                     .any(|process| !self.stopped.contains(process))
                 {
-                    // Started before its parent was stopped.
+                    // It was started before its parent was stopped.
                     self.phase = Phase::Stop;
                     return self.step(table, answer);
                 }
@@ -415,7 +415,8 @@ impl Progress {
         }
     }
 
-    /// The living processes; answers and returns `None` if it is certain that there are none.
+    /// The living processes; sends the result and returns `None` if it is certain that there are
+    /// none.
     fn living_or_done(
         &mut self,
         table: &mut Table,
@@ -430,21 +431,23 @@ impl Progress {
         None
     }
 
-    /// Looks again a little later than the last time.
+    /// Checks again, after a slightly longer pause than last time.
     fn again(&mut self) -> Next {
         let pause = self.pause;
         self.pause = (self.pause * 2).min(PAUSES.1);
         Next::Again(pause)
     }
 
-    /// If it is certain that none of the trees' processes is left: strays that may be of them.
+    /// Returns the strays that may belong to the trees, if it is certain that none of the trees'
+    /// processes is left.
     fn none_left(&mut self, living: &[Pid], table: &Table) -> Option<Vec<Pid>> {
         if !living.is_empty() {
             self.was_empty = false;
             return None;
         }
-        // All that were known had ended before the table was read the last time, or nothing has been
-        // started since: one that was not known is in the table either way.
+        // Either all known processes had ended before the table was read the last time, or no
+        // process has been started since: a process that was not known is in the table in both
+        // cases.
         let is_certain = table.is_current() || self.was_empty && table.is_settled();
         self.was_empty = true;
         if !is_certain {
@@ -452,7 +455,7 @@ impl Progress {
         }
         let strays = table.strays(self.trees.since);
         let now = clock();
-        // One that was just forked by this program gets its tag soon.
+        // A process that this program just forked gets its tag soon.
         let is_young = |start: u64| now.saturating_sub(start) <= ticks(FORK_TO_TAG);
         if strays.iter().any(|&(_, start)| is_young(start)) {
             return None;
@@ -461,7 +464,7 @@ impl Progress {
     }
 }
 
-/// Sends a signal to every process of the trees outside of these groups.
+/// Sends a signal to every process of the trees that is not in these groups.
 fn send(table: &mut Table, tags: &HashSet<Tag>, signal: Signal, outside: &[Group]) {
     for pid in table.living(tags) {
         let group = rustix::process::getpgid(Some(pid));
@@ -471,13 +474,13 @@ fn send(table: &mut Table, tags: &HashSet<Tag>, signal: Signal, outside: &[Group
     }
 }
 
-/// Whether the process was there. The table says that the number is still its own.
+/// Returns whether the process existed. The table guarantees that the pid was not reused.
 fn kill(pid: i32, signal: Signal) -> bool {
     Pid::from_raw(pid).is_some_and(|pid| rustix::process::kill_process(pid, signal).is_ok())
 }
 
-/// The command line of a process, or its name in brackets, as `ps` has it. Reads `/proc`, and may
-/// block: not for an async worker.
+/// The command line of a process, or its name in brackets, as `ps` prints it. Reads `/proc` and may
+/// block: must not run on an async worker.
 pub(crate) fn command_of(pid: Pid) -> String {
     let pid = pid.as_raw_nonzero();
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -497,7 +500,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tags_differ_and_limit_nothing() {
+    fn tags_are_unique_and_limit_nothing() {
         let (one, other) = (Tag::fresh(), Tag::fresh());
         assert_ne!(one, other);
         assert!(one.0 > 1 << 59, "{one:?}");
@@ -507,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn leaders_number_is_its_own_until_it_is_reaped() {
+    fn leader_pid_is_valid_until_reaped() {
         let pid = rustix::process::getpid();
         let number = pid.as_raw_nonzero().get();
         let (first, second) = (Tag::fresh(), Tag::fresh());

@@ -1,4 +1,5 @@
-//! Descriptors and zombies after many processes; alone in its program, so that it can count them.
+//! Test for leaked descriptors and zombies after many processes; alone in its program, so that it
+//! can count them.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -6,7 +7,7 @@ use std::time::Duration;
 use exec_server_executor::{Executor, ExecutorConfig, Size, Spec, Stdio};
 
 #[tokio::test]
-async fn three_hundred_later_nothing_has_leaked() {
+async fn three_hundred_processes_leak_no_descriptor_or_zombie() {
     let count = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let executor = Executor::new(ExecutorConfig::default()).unwrap();
     let first = executor.start(echo(Stdio::default())).await.unwrap();
@@ -23,7 +24,8 @@ async fn three_hundred_later_nothing_has_leaked() {
         process.wait_for(|log| log.close().copied()).await;
         kept.push(process);
     }
-    // Terminals and pipes go with the log, not with the handle; a supervisor may just be ending.
+    // Terminals and pipes are closed with the log, not with the handle; a supervisor may still be
+    // ending.
     for _ in 0..200 {
         if count() <= before {
             break;

@@ -1,4 +1,4 @@
-//! Processes through the executor's public API.
+//! Tests of processes through the executor's public API.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -100,13 +100,13 @@ fn alive(marker: &str) -> Vec<i32> {
         .collect()
 }
 
-/// A duration for `sleep` that no other test uses.
+/// A duration for `sleep` that is unique to one test.
 fn marker(n: u32) -> String {
     format!("7{}{n:02}", std::process::id())
 }
 
 #[tokio::test]
-async fn streams_exit_codes_and_signals() {
+async fn output_streams_and_exit_status_are_reported() {
     let executor = executor();
     let process = executor
         .start(sh("echo out; echo err >&2; exit 7"))
@@ -162,7 +162,7 @@ async fn start_errors_name_what_is_missing() {
 }
 
 #[tokio::test]
-async fn a_megabyte_of_arguments_arrives() {
+async fn process_receives_a_megabyte_of_arguments() {
     let argument = "a".repeat(100_000);
     let mut argv = vec!["/bin/sh", "-c", "printf %s \"$*\" | wc -c", "sh"];
     argv.extend(std::iter::repeat_n(argument.as_str(), 10));
@@ -172,7 +172,7 @@ async fn a_megabyte_of_arguments_arrives() {
 }
 
 #[tokio::test]
-async fn a_terminal_is_controlling_sized_and_resizable() {
+async fn terminal_is_controlling_and_resizable() {
     let script = "tty; stty size; trap 'stty size; echo winch' WINCH; echo ready; \
                   while :; do sleep 0.05; done";
     let process = executor().start(terminal(sh(script))).await.unwrap();
@@ -202,7 +202,7 @@ async fn a_terminal_is_controlling_sized_and_resizable() {
 }
 
 #[tokio::test]
-async fn arg0_changes_the_name_and_not_the_program() {
+async fn arg0_changes_argv0_and_not_the_program() {
     for wrap in [(|spec| spec) as fn(Spec) -> Spec, terminal] {
         let named = sh("tr '\\0' ' ' < /proc/$$/cmdline | cut -d' ' -f1; readlink /proc/$$/exe");
         let named = Spec {
@@ -259,7 +259,7 @@ async fn input_is_written_in_order_and_ends() {
 }
 
 #[tokio::test]
-async fn a_child_that_never_reads_blocks_its_own_writes_only() {
+async fn unread_stdin_blocks_only_its_own_writes() {
     let process = executor()
         .start(piped(spec(&["sleep", "100"])))
         .await
@@ -278,7 +278,7 @@ async fn a_child_that_never_reads_blocks_its_own_writes_only() {
 }
 
 #[tokio::test]
-async fn terminate_takes_those_who_left_the_session() {
+async fn terminate_ends_descendants_in_other_sessions() {
     let seconds = marker(1);
     let script = format!(
         "setsid sh -c 'sleep {seconds} & sleep {seconds}' & (setsid setsid sleep {seconds} &) ; \
@@ -356,7 +356,7 @@ async fn signals_to_many_trees_share_readings_of_the_process_table() {
 #[tokio::test]
 async fn terminate_ends_trees_that_fork_all_the_time() {
     let seconds = marker(5);
-    // Each starts the next one in a session of its own and ends, or stays with a child.
+    // Each process starts the next one in its own session and ends, or stays with a child.
     let hop = format!("[ $1 = 0 ] && exec sleep {seconds}; setsid sh \"$0\" $(($1 - 1)) & exit 0");
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("hop");
@@ -380,7 +380,7 @@ async fn terminate_ends_trees_that_fork_all_the_time() {
 }
 
 #[tokio::test]
-async fn graceful_ends_are_graceful() {
+async fn terminate_within_grace_sends_sigterm_first() {
     let executor = executor();
     let polite = sh("trap 'echo bye; exit 3' TERM; echo ready; while :; do sleep 0.05; done");
     let process = executor.start(polite).await.unwrap();
@@ -397,7 +397,7 @@ async fn graceful_ends_are_graceful() {
 }
 
 #[tokio::test]
-async fn timeouts_keep_the_output_and_are_told() {
+async fn timeout_is_reported_and_keeps_output() {
     let timeout = Timeout {
         after: Duration::from_millis(200),
         grace: Duration::from_millis(100),
@@ -425,7 +425,7 @@ async fn timeouts_keep_the_output_and_are_told() {
 }
 
 #[tokio::test]
-async fn a_daemon_that_holds_the_pipe_does_not_hold_up_the_end() {
+async fn daemon_holding_the_pipe_does_not_delay_close() {
     let process = executor()
         .start(sh("(sleep 1; echo late; sleep 100) & echo early"))
         .await
@@ -447,7 +447,7 @@ async fn a_daemon_that_holds_the_pipe_does_not_hold_up_the_end() {
 }
 
 #[tokio::test]
-async fn a_child_may_close_its_output_and_live() {
+async fn child_that_closes_its_output_keeps_running() {
     let process = executor()
         .start(sh("exec >&- 2>&-; sleep 0.3; exit 9"))
         .await
@@ -457,7 +457,7 @@ async fn a_child_may_close_its_output_and_live() {
 }
 
 #[tokio::test]
-async fn signals_reach_their_scope() {
+async fn signals_reach_only_their_scope() {
     let script = "trap 'echo leader' USR1; sh -c \"trap 'echo child' USR1; echo ready; \
                   while :; do sleep 0.05; done\" & while :; do sleep 0.05; done";
     for (scope, child) in [
@@ -481,7 +481,7 @@ async fn signals_reach_their_scope() {
 }
 
 #[tokio::test]
-async fn limits_bind() {
+async fn resource_limits_are_enforced() {
     let limited = |limits, script: &str| {
         let spec = Spec {
             limits,
@@ -529,7 +529,7 @@ async fn limits_bind() {
 }
 
 #[tokio::test]
-async fn a_fork_bomb_stays_in_its_box() {
+async fn fork_bomb_is_limited_to_its_control_group() {
     let seconds = marker(2);
     let limits = Limits {
         processes: Some(20),
@@ -550,7 +550,8 @@ async fn a_fork_bomb_stays_in_its_box() {
             assert!(left.is_empty(), "{left:?}");
             assert_eq!(alive(&seconds), Vec::<i32>::new());
         }
-        // A host without control groups where we are root: refused by name, not ignored.
+        // A host without control groups, running as root: the error names the limit, which is not
+        // ignored.
         Err(StartError::Limit(error)) => assert_eq!(error.name, "processes"),
         Err(other) => panic!("{other}"),
     }
@@ -570,8 +571,8 @@ async fn dropping_the_last_handle_ends_the_process() {
 }
 
 #[tokio::test]
-async fn children_inherit_nothing_of_ours() {
-    // A descriptor without close-on-exec, as a careless embedder may have.
+async fn children_inherit_no_descriptors_of_the_server() {
+    // A descriptor without close-on-exec, as an embedder may leave open by mistake.
     let file = std::fs::File::open("/etc/passwd").unwrap();
     rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::empty()).unwrap();
     let run = |spec: Spec| async move {
@@ -591,7 +592,7 @@ async fn children_inherit_nothing_of_ours() {
 }
 
 #[tokio::test]
-async fn a_held_process_waits_and_loses_nothing() {
+async fn backpressure_pauses_process_without_loss() {
     let process = executor()
         .start(sh("seq 1 400000; echo end >&2"))
         .await

@@ -1,7 +1,7 @@
-//! One process: its handle, and what can be done with it.
+//! Process handle: input, output, signals and termination of one started process.
 //!
-//! A task per process (`supervise`) moves bytes and notices the end; handles share its state and
-//! may be used from anywhere. When the last handle is dropped the process is killed.
+//! A task per process (`supervise`) reads output and detects the exit; handles share its state and
+//! may be used from any thread. Dropping the last handle kills the process.
 
 mod pace;
 mod scratch;
@@ -34,10 +34,11 @@ use crate::tree::{self, Ending, Leader, Left, Trees};
 
 pub use crate::tree::table::{TableReads, table_reads};
 
-/// Room given to the pipe of a process that moves a lot of data.
+/// 1 MiB: pipe capacity for a process that transfers a lot of data.
 const LARGE_PIPE_BYTES: usize = 1 << 20;
 
-/// How long to wait for a killed tree to disappear before its rest is called survivors.
+/// How long to wait for a killed tree to end before the remaining processes are reported as
+/// survivors.
 const KILL_PATIENCE: Duration = Duration::from_secs(5);
 
 /// A started process; cheap to clone.
@@ -56,42 +57,42 @@ struct Shared {
     inside_pidfd: Mutex<Option<OwnedFd>>,
     /// How much of a sandbox's policy is enforced.
     enforcement: Option<Enforcement>,
-    /// Of its own network, until somebody takes them.
+    /// Listeners in the process's own network, until a caller takes them.
     listeners: Mutex<Option<Listeners>>,
-    /// Its tree.
+    /// The leader of its process tree.
     leader: Leader,
     started_at: SystemTime,
-    /// The log and who follows it.
+    /// The log and its follower.
     output: Mutex<Output>,
-    /// Told of every new entry.
+    /// Notified of every new entry.
     changed: Notify,
     /// Whether `pid` may still be signalled.
     life: Mutex<Life>,
     stdin: Mutex<Stdin>,
-    /// Writes to the input so far.
+    /// Number of writes to the input so far.
     input: AtomicU64,
-    /// Output waits for more of it; input ends that.
+    /// The supervisor waits for more output before it reads; input ends that wait.
     is_paced: AtomicBool,
-    /// Told when a full input has room again.
+    /// Notified when a full input queue has space again.
     stdin_room: Notify,
-    /// Our end of the terminal, for its size; goes with the log.
+    /// The server's end of the terminal, used to resize it; dropped when the log is closed.
     terminal: Mutex<Option<Arc<AsyncFd<OwnedFd>>>>,
     has_terminal: bool,
-    /// Tells the supervisor to look around.
+    /// Wakes the supervisor.
     wake: Notify,
     orders: Mutex<Orders>,
-    /// Bytes that came after the log was closed.
+    /// Bytes that arrived after the log was closed.
     discarded: AtomicU64,
-    /// Control groups that hold the tree's limits.
+    /// Control groups that enforce the limits of the tree.
     groups: Mutex<Vec<Group>>,
 }
 
-/// Listeners in a network of a process's own, in the order in which they were asked for.
+/// Listeners in a process's own network, in the order of the request.
 #[derive(Debug, Default)]
 pub struct Listeners {
-    /// For streams.
+    /// TCP listeners.
     pub tcp: Vec<TcpListener>,
-    /// For datagrams.
+    /// UDP sockets.
     pub udp: Vec<UdpSocket>,
 }
 
@@ -121,21 +122,22 @@ struct Output {
 /// ```text
 /// Running ── reaped ──► Ended
 /// ```
-/// A pid may be reused once it is reaped, so signals are sent under the lock that reaping takes.
+///
+/// A pid may be reused once it is reaped, so signals are sent under the same lock as reaping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Life {
     Running,
     Ended,
 }
 
-/// What the supervisor has been told to do.
+/// Requests to the supervisor.
 #[derive(Debug, Default)]
 struct Orders {
-    /// Nobody holds a handle any more.
+    /// The last handle was dropped.
     abandoned: bool,
 }
 
-/// Who gets a signal.
+/// Recipients of a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
     /// The process group that the process was started in.
@@ -146,25 +148,25 @@ pub enum Scope {
     Tree,
 }
 
-/// How to end a process.
+/// Method of termination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     /// SIGKILL to the whole tree.
     Now,
-    /// SIGTERM to the whole tree, SIGKILL to what is left after this time.
+    /// SIGTERM to the whole tree, and SIGKILL to the remaining processes after this time.
     Within(Duration),
 }
 
-/// What became of a write.
+/// Result of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Written {
-    /// It is on its way.
+    /// The data was written or queued.
     Accepted,
     /// The input is closed.
     Closed,
 }
 
-/// The supervisor's ear for the last handle.
+/// Detects that the last handle was dropped.
 #[derive(Debug)]
 struct Owner(Arc<Shared>);
 
@@ -179,22 +181,22 @@ impl Drop for Owner {
 }
 
 impl Process {
-    /// Its pid; may be reused once the process has ended.
+    /// The pid; may be reused once the process has ended.
     pub fn pid(&self) -> i32 {
         self.shared.pid.as_raw_nonzero().get()
     }
 
-    /// How much of its sandbox's policy is enforced, if it has one.
+    /// Enforcement level of its sandbox policy, if it has one.
     pub fn enforcement(&self) -> Option<&Enforcement> {
         self.shared.enforcement.as_ref()
     }
 
-    /// The listeners of its own network, if it has one and nobody has taken them.
+    /// Takes the listeners of its own network; `None` if there are none or they were taken before.
     pub fn take_listeners(&self) -> Option<Listeners> {
         self.shared.listeners.lock().take()
     }
 
-    /// When it was started.
+    /// Start time.
     pub fn started_at(&self) -> SystemTime {
         self.shared.started_at
     }
@@ -204,7 +206,7 @@ impl Process {
         self.shared.has_terminal
     }
 
-    /// How it ended, once it has.
+    /// The exit, once the process has ended.
     pub fn exit(&self) -> Option<Exit> {
         self.with_log(|log| log.exit().cloned())
     }
@@ -214,7 +216,7 @@ impl Process {
         self.shared.discarded.load(Ordering::Relaxed)
     }
 
-    /// Looks at the log.
+    /// Calls `look` with the log.
     pub fn with_log<R>(&self, look: impl FnOnce(&Log) -> R) -> R {
         look(&self.shared.output.lock().log)
     }
@@ -222,7 +224,7 @@ impl Process {
     /// Runs `take` on the log; if it returns `None`, wakes `waker` at the next entry.
     ///
     /// There is one follower at a time; the latest waker replaces an earlier one. `take` may call
-    /// [`Log::advance`]. A closed log keeps no waker: no entry will follow.
+    /// [`Log::advance`]. A closed log keeps no waker, because no entry will follow.
     ///
     /// The log keeps `waker` until then, so a waker that owned this process would keep it alive.
     pub fn follow<R>(&self, waker: &Waker, take: impl FnOnce(&mut Log) -> Option<R>) -> Option<R> {
@@ -240,18 +242,19 @@ impl Process {
         taken
     }
 
-    /// Makes the process wait for a consumer at `cursor`, instead of evicting what it lacks.
+    /// Applies backpressure for a consumer at `cursor`: the process waits instead of losing output
+    /// that the consumer has not taken.
     pub fn hold(&self, cursor: u64) {
         self.shared.output.lock().log.hold(cursor);
     }
 
-    /// The consumer that holds the process back has taken everything up to `cursor`.
+    /// The consumer that applies backpressure has taken everything up to `cursor`.
     pub fn advance(&self, cursor: u64) {
         self.shared.output.lock().log.advance(cursor);
         self.shared.wake.notify_one();
     }
 
-    /// Lets the process run free again and forgets the follower.
+    /// Ends the backpressure and removes the follower.
     pub fn release(&self) {
         let mut output = self.shared.output.lock();
         output.log.release();
@@ -260,7 +263,7 @@ impl Process {
         self.shared.wake.notify_one();
     }
 
-    /// Keeps output from being evicted before it was searched; see [`Watch`].
+    /// Prevents eviction of output that was not searched yet; see [`Watch`].
     pub(crate) fn watch(&self, cursor: u64) -> Watch {
         let watcher = self.shared.output.lock().log.watch(cursor);
         Watch {
@@ -283,7 +286,7 @@ impl Process {
         Trees::of([&self.shared.leader])
     }
 
-    /// Waits until `done` finds what it looks for in the log.
+    /// Waits until `done` returns a value for the log.
     ///
     /// Cancel safe.
     pub async fn wait_for<R>(&self, mut done: impl FnMut(&Log) -> Option<R>) -> R {
@@ -298,13 +301,14 @@ impl Process {
         }
     }
 
-    /// Writes to the process's input without waiting; `Err` gives the data back when it must wait.
+    /// Writes to the process's input without waiting; returns the data as `Err` if it would have to
+    /// wait.
     ///
     /// # Errors
     ///
-    /// The data, when too much waits already.
+    /// The data, when the input queue is full.
     pub fn try_write(&self, data: Bytes) -> Result<Written, Bytes> {
-        // Before the process can answer it.
+        // Count the write before the process can respond to it.
         self.shared.input.fetch_add(1, Ordering::SeqCst);
         let mut stdin = self.shared.stdin.lock();
         let pushed = stdin.push(data);
@@ -320,7 +324,7 @@ impl Process {
         }
     }
 
-    /// Writes to the process's input, waiting while too much waits already.
+    /// Writes to the process's input; waits while the input queue is full.
     ///
     /// Cancel safe: a cancelled write has not been made.
     pub async fn write(&self, mut data: Bytes) -> Written {
@@ -336,8 +340,8 @@ impl Process {
         }
     }
 
-    /// Ends the process's input after what was written: a pipe is closed, a terminal gets its
-    /// end-of-input character.
+    /// Ends the process's input after the data written before: a pipe is closed, a terminal
+    /// receives its end-of-input character.
     pub async fn close_stdin(&self) -> Written {
         if self.shared.has_terminal {
             let end = self
@@ -362,7 +366,7 @@ impl Process {
         }
     }
 
-    /// Gives the terminal a new size.
+    /// Resizes the terminal.
     ///
     /// # Errors
     ///
@@ -374,11 +378,11 @@ impl Process {
         }
     }
 
-    /// Sends a signal; to a process that has ended, nothing.
+    /// Sends a signal; has no effect on a process that has ended.
     ///
     /// # Errors
     ///
-    /// Whatever the system says, when the process is there but may not be signalled.
+    /// Any IO error, when the process exists but may not be signalled.
     pub async fn signal(&self, signal: Signal, scope: Scope) -> io::Result<()> {
         match scope {
             Scope::Group => self.shared.signal_group(signal),
@@ -401,9 +405,9 @@ impl Process {
         Ok(())
     }
 
-    /// Begins to end the process and its whole tree; true if it was still running.
+    /// Begins to terminate the process and its whole tree; returns true if it was still running.
     ///
-    /// Once the log is closed nothing is left that belongs to it, and nothing happens.
+    /// Has no effect once the log is closed, because no process is left that belongs to it.
     pub fn terminate(&self, end: End) -> bool {
         let running = self.is_running();
         if !self.shared.is_closed() {
@@ -412,16 +416,18 @@ impl Process {
         running
     }
 
-    /// Ends the process and its whole tree; what is left is returned with its command lines.
+    /// Terminates the process and its whole tree; returns the processes that are left with their
+    /// command lines.
     ///
-    /// That includes orphans that only may be of its tree, because nothing shows where they belong.
-    /// Unlike [`Process::terminate`] this also ends what a closed process has left behind.
+    /// This includes orphans that only may belong to its tree, because no evidence shows where they
+    /// belong. Unlike [`Process::terminate`] this also terminates processes that outlived the
+    /// closed log.
     pub async fn terminate_and_wait(&self, end: End) -> (bool, Vec<(i32, String)>) {
         let running = self.is_running();
         let how = self.shared.ending(end);
         let Left { members, strays } = self.tree().end(how).await;
         if running && members.is_empty() {
-            // The tree is gone, so the end of its leader is about to be noticed.
+            // The tree has ended, so the supervisor is about to detect the exit of its leader.
             let exited = self.wait_for(|log| log.exit().map(|_| ()));
             let _ = tokio::time::timeout(KILL_PATIENCE, exited).await;
         }
@@ -434,7 +440,7 @@ impl Process {
         (running, blocking(named).await)
     }
 
-    /// Whether none of its descendants lives any more.
+    /// Whether all its descendants have ended.
     pub(crate) async fn is_alone(&self) -> bool {
         self.members().await.is_empty()
     }
@@ -444,7 +450,7 @@ impl Process {
     }
 }
 
-/// Someone who searches the output of a process; holds it back until dropped.
+/// A search of a process's output; applies backpressure until dropped.
 #[derive(Debug)]
 pub(crate) struct Watch {
     process: Process,
@@ -469,7 +475,8 @@ impl Drop for Watch {
 }
 
 impl Shared {
-    /// Signals the process group, unless its leader was reaped and the number may mean another.
+    /// Signals the process group, unless its leader was reaped and the number may mean another
+    /// group.
     fn signal_group(&self, signal: Signal) {
         let life = self.life.lock();
         if *life != Life::Running {
@@ -481,7 +488,7 @@ impl Shared {
             Some(_) if signal == Signal::KILL => {
                 let _ = rustix::process::kill_process_group(self.pid, signal);
             }
-            // Its number is its own until it is reaped inside.
+            // Its pid cannot be reused before the guardian reaps it.
             Some(inside) => {
                 if self.inside_pidfd.lock().as_ref().is_some_and(is_there) {
                     let _ = rustix::process::kill_process_group(inside, signal);
@@ -493,7 +500,7 @@ impl Shared {
         }
     }
 
-    /// The process group that the command was started in.
+    /// The process group in which the command was started.
     fn group(self: &Arc<Self>) -> tree::Group {
         let shared = Arc::clone(self);
         tree::Group {
@@ -513,7 +520,7 @@ impl Shared {
         }
     }
 
-    /// Ends the process and its tree, without waiting for it.
+    /// Begins to terminate the process and its tree, without waiting.
     fn begin_to_end(self: &Arc<Self>, end: End) {
         let trees = Trees::of([&self.leader]).without_strays();
         trees.begin_to_end(self.ending(end));
@@ -523,7 +530,7 @@ impl Shared {
         self.output.lock().log.close().is_some()
     }
 
-    /// Appends to the log and wakes whoever waits for it.
+    /// Appends to the log and wakes the waiting tasks.
     fn append(&self, append: impl FnOnce(&mut Log)) {
         let mut output = self.output.lock();
         append(&mut output.log);
@@ -544,7 +551,7 @@ fn is_there(pidfd: &OwnedFd) -> bool {
     info.is_ok_and(|info| !info.contains("Pid:\t-1"))
 }
 
-/// Ends several processes at once: SIGTERM, then SIGKILL to whatever is left of their trees.
+/// Terminates several processes together: SIGTERM, then SIGKILL to the rest of their trees.
 pub async fn end_all(processes: &[Process], grace: Duration) {
     if processes.is_empty() {
         return;
@@ -560,7 +567,7 @@ pub async fn end_all(processes: &[Process], grace: Duration) {
     limits::sweep();
 }
 
-/// Sleeps until this moment, or forever without one.
+/// Sleeps until this time, or forever without one.
 pub(crate) async fn sleep_until(moment: Option<tokio::time::Instant>) {
     match moment {
         Some(moment) => tokio::time::sleep_until(moment).await,
@@ -568,7 +575,7 @@ pub(crate) async fn sleep_until(moment: Option<tokio::time::Instant>) {
     }
 }
 
-/// Runs what may block away from the async workers.
+/// Runs blocking work outside the async workers.
 pub(crate) async fn blocking<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'static) -> R {
     match tokio::task::spawn_blocking(work).await {
         Ok(result) => result,

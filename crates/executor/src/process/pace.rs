@@ -1,8 +1,8 @@
-//! Times at which the output of a process is read: immediately, or at intervals.
+//! Schedule for reading the output of a process: immediately, or at intervals.
 //!
-//! Each read costs the clients a notification. A process that writes byte by byte without a pause is
-//! therefore read at intervals; the first output after a pause, and output after input, is read
-//! immediately. Computes times only: `supervise` reads and waits.
+//! Each read costs the clients a notification. A process that writes byte by byte without a pause
+//! is therefore read at intervals; the first output after a pause, and output after input, is read
+//! immediately. Only computes times: `supervise` reads and waits.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// between two reads. Timers may make it a millisecond longer.
 const INTERVAL: Duration = Duration::from_micros(500);
 
-/// How late a read after an interval may be and still find what came meanwhile.
+/// Maximum delay of a read after an interval that still counts as part of the series.
 const LATE: Duration = Duration::from_millis(1);
 
 /// Small reads in a row that make a series; a prompt or a line that is written in a few parts has fewer.
@@ -22,7 +22,8 @@ const LARGE_BYTES: usize = 1024;
 /// The pace at which the output of one process is read.
 #[derive(Debug)]
 pub(super) struct Pace {
-    /// More than this in an interval ends a series: the process must not wait for room.
+    /// More bytes than this in an interval end a series: the process must not wait for space in the
+    /// pipe.
     most: usize,
     last: Option<Instant>,
     /// Small reads in a row.
@@ -32,10 +33,10 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    /// For a terminal, or for pipes.
+    /// Creates the schedule for a terminal or for pipes.
     pub(super) fn new(terminal: bool) -> Self {
         Self {
-            // Half of what a terminal holds; a quarter of what a pipe holds.
+            // Half the capacity of a terminal; a quarter of that of a pipe.
             most: if terminal { 2 * 1024 } else { 16 * 1024 },
             last: None,
             series: 0,
@@ -43,7 +44,7 @@ impl Pace {
         }
     }
 
-    /// Notes that so many bytes were read, of a process that has had `input` writes so far.
+    /// Records that this many bytes were read, after `input` writes to the process so far.
     pub(super) fn took(&mut self, now: Instant, bytes: usize, input: u64) {
         let paced = self.is_series();
         let limit = if paced { INTERVAL + LATE } else { INTERVAL };
@@ -58,13 +59,13 @@ impl Pace {
         self.input = input;
     }
 
-    /// When the output is to be read next, if not as soon as there is some.
+    /// Time of the next read; `None` if output is read as soon as it arrives.
     pub(super) fn next(&self, now: Instant, input: u64) -> Option<Instant> {
         let next = self.last? + INTERVAL;
         (self.is_series() && input == self.input && next > now).then_some(next)
     }
 
-    /// Whether output comes in quick succession.
+    /// Whether output arrives in quick succession.
     pub(super) fn is_series(&self) -> bool {
         self.series >= SERIES
     }
@@ -76,7 +77,7 @@ mod tests {
 
     const TICK: Duration = Duration::from_micros(100);
 
-    /// A pace after small reads in quick succession, and the time of the last one.
+    /// A schedule after small reads in quick succession, and the time of the last one.
     fn series() -> (Pace, Instant) {
         let mut pace = Pace::new(false);
         let mut now = Instant::now();
@@ -90,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn output_in_quick_succession_is_read_at_intervals_until_there_is_a_pause() {
+    fn rapid_output_is_read_at_intervals_until_a_pause() {
         let (mut pace, mut now) = series();
         for _ in 0..5 {
             assert_eq!(pace.next(now, 0), Some(now + INTERVAL));
@@ -105,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn input_and_much_output_end_a_series() {
+    fn input_or_large_output_ends_a_series() {
         let (mut pace, now) = series();
         assert!(pace.next(now, 0).is_some());
         assert_eq!(pace.next(now, 1), None, "it may answer");
@@ -118,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_to_input_and_large_output_make_no_series() {
+    fn output_after_input_and_large_output_start_no_series() {
         let (mut pace, mut now) = (Pace::new(true), Instant::now());
         for input in 0..100 {
             pace.took(now, 1, input);

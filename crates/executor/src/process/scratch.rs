@@ -1,5 +1,7 @@
-//! Memory that output is read into. What fills it is kept where it is; the rest is copied. Knows neither
-//! whose output it is nor how long it is kept.
+//! Read buffers for process output. A full buffer is passed on without a copy; a partial one is
+//! copied.
+//!
+//! Does not depend on the process, or on how long the output is retained.
 
 use std::io::IoSliceMut;
 use std::os::fd::AsFd;
@@ -7,23 +9,24 @@ use std::os::fd::AsFd;
 use bytes::Bytes;
 use exec_server_sync::Mutex;
 
-/// The most that one chunk holds: large enough that framing costs little, small enough that a
-/// keystroke's echo is not kept waiting behind it for long.
+/// 64 KiB, the maximum size of a chunk: large enough that framing costs little, small enough that
+/// the echo of a keystroke does not wait long behind it.
 pub(super) const CHUNK_BYTES: usize = 64 * 1024;
 
-/// Chunks that are read at once: each read may wake the child, which costs more than the copy.
+/// Number of chunks read in one turn: each read may wake the child, which costs more than the copy.
 const CHUNKS: usize = 4;
 
-/// The most that is read at once.
+/// Maximum bytes read in one turn.
 pub(super) const READ_BYTES: usize = CHUNKS * CHUNK_BYTES;
 
-/// Memory that nobody uses, to be used again: memory that is new costs more than what it is for.
+/// Unused buffers for reuse: allocating new memory costs more than the read into it.
 static SPARE: Mutex<Vec<Memory>> = Mutex::new(Vec::new());
 
-/// How much of it is kept; more than a turn or two never is of use.
+/// Maximum number of unused buffers; more than two turns' worth is never needed.
 const MAX_SPARE: usize = 4 * CHUNKS;
 
-/// Room for a chunk, at the beginning of a cache line: kernels copy a third slower to elsewhere.
+/// Buffer for one chunk, aligned to a cache line: kernels copy a third slower to an unaligned
+/// address.
 struct Memory {
     bytes: Box<[u8]>,
     start: usize,
@@ -32,12 +35,12 @@ struct Memory {
 impl Memory {
     const LINE_BYTES: usize = 64;
 
-    /// Some that was used before, if there is any.
+    /// Returns a reused buffer if there is one, else a new one.
     fn get() -> Self {
         let kept = SPARE.lock().pop();
         kept.unwrap_or_else(|| {
             let bytes = vec![0; CHUNK_BYTES + Self::LINE_BYTES].into_boxed_slice();
-            // It may not be known, and then does not matter.
+            // The offset may be unknown; alignment is only an optimization.
             let start = bytes.as_ptr().align_offset(Self::LINE_BYTES);
             let start = start.min(Self::LINE_BYTES);
             Self { bytes, start }
@@ -55,7 +58,7 @@ impl AsRef<[u8]> for Memory {
     }
 }
 
-/// A chunk that is full; its memory is used again once nobody needs it.
+/// A full chunk; its buffer is reused when the last reference is dropped.
 struct Full(Option<Memory>);
 
 impl AsRef<[u8]> for Full {
@@ -73,7 +76,7 @@ impl Drop for Full {
     }
 }
 
-/// Where reads land; one per worker, not per process.
+/// Target of reads; one per worker, not per process.
 pub(super) struct Scratch {
     parts: [Memory; CHUNKS],
     filled: usize,
@@ -92,12 +95,12 @@ impl Scratch {
         self.filled
     }
 
-    /// Bytes that can still be read.
+    /// Free space in bytes.
     pub(super) fn room(&self) -> usize {
         READ_BYTES - self.filled
     }
 
-    /// Reads once, as much as there is room for.
+    /// Reads once, as much as fits.
     pub(super) fn read(&mut self, file: impl AsFd) -> rustix::io::Result<usize> {
         let mut skip = self.filled;
         let mut slices = self.parts.each_mut().map(|part| {
@@ -110,12 +113,12 @@ impl Scratch {
         Ok(read)
     }
 
-    /// Forgets what was read.
+    /// Discards what was read.
     pub(super) fn clear(&mut self) {
         self.filled = 0;
     }
 
-    /// What was read, in chunks.
+    /// Takes what was read, in chunks.
     pub(super) fn take(&mut self) -> impl Iterator<Item = Bytes> {
         let mut left = std::mem::take(&mut self.filled);
         self.parts.iter_mut().map_while(move |part| {
@@ -140,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_read_stays_as_it_is_while_more_is_read() {
+    fn taken_chunks_stay_unchanged_during_later_reads() {
         let (read, write) = rustix::pipe::pipe_with(PipeFlags::NONBLOCK).unwrap();
         rustix::pipe::fcntl_setpipe_size(&write, 1 << 20).unwrap();
         let mut scratch = Scratch::new();
@@ -172,7 +175,7 @@ mod tests {
             assert_eq!(chunks.iter().map(Bytes::len).sum::<usize>(), total);
             assert_eq!(scratch.filled(), 0);
             kept.push((number as u8, chunks));
-            // Some are let go of, and their memory is used again.
+            // Some chunks are dropped, and their buffers are reused.
             if number % 2 == 0 {
                 kept.remove(0);
             }

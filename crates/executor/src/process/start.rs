@@ -1,4 +1,4 @@
-//! From a spec to a running process.
+//! Process start: from a `Spec` to a running, supervised process.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -27,9 +27,10 @@ use crate::sys::launch::{Launch, LaunchError, Step, launch};
 use crate::sys::poll;
 use crate::tree::{self, Leader, TAG_RESOURCE, Tag};
 
-/// Everything known of a child that runs: what it takes to look after it.
+/// A running child process and everything that its supervisor needs.
 ///
-/// Made by launching one; a process that was handed over would arrive here too.
+/// The launch creates it; a process that another server handed over would be represented the same
+/// way.
 struct Running {
     child: Child,
     leader: Leader,
@@ -39,18 +40,18 @@ struct Running {
     listeners: Option<Listeners>,
 }
 
-/// What is known of a sandboxed process.
+/// Additional state of a sandboxed process.
 struct Sandboxed {
     prison: Prison,
     inside: Option<Inside>,
     ledger: Option<Ledger>,
 }
 
-/// A child that is killed and reaped unless someone takes charge of it.
+/// A child process that is killed and reaped on drop, unless it was adopted.
 struct Child {
     executor: Executor,
     pid: Pid,
-    /// Taken when someone does.
+    /// `None` once adopted.
     pidfd: Option<OwnedFd>,
 }
 
@@ -66,7 +67,7 @@ impl Drop for Child {
     }
 }
 
-/// Our ends of a child's standard streams.
+/// The server's ends of a child's standard streams.
 enum Ends {
     Pipes {
         stdin: Option<OwnedFd>,
@@ -118,7 +119,7 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
         rlimits.extend(&applied.rlimits);
     }
 
-    // The child's ends close when they go out of scope, after the launch.
+    // The child's ends are closed when they go out of scope, after the launch.
     let (ends, stdin, stdout, stderr);
     match spec.stdio {
         Stdio::Pipes { stdin: piped } => {
@@ -155,7 +156,7 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
         .collect();
     let terminal = matches!(ends, Ends::Terminal(_));
     let strings = |texts: &'_ [CString]| -> Vec<_> { texts.to_vec() };
-    // With a sandbox the command is told to the launcher, which gets nothing else of it.
+    // In a sandbox, the launcher receives the command as a message and inherits nothing else of it.
     let errand = match &prison {
         Some(prison) if is_confined => {
             let errand = Errand::run(prison, &prepared, &applied.rlimits, terminal);
@@ -192,7 +193,8 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
                     groups: &groups,
                     terminal: controlling_terminal,
                 };
-                // What keeps it from being forked, executing it tells better.
+                // If forking from the standby fails, fall through: exec reports a more precise
+                // error.
                 if let Ok(forked) = executor.launcher().fork(executor.null(), &request) {
                     return Ok(forked);
                 }
@@ -296,7 +298,7 @@ fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((high(read)?, high(write)?))
 }
 
-/// Keeps a descriptor clear of 0, 1 and 2, where the child's dup2 would overwrite it.
+/// Moves a descriptor above 0, 1 and 2, which the child's dup2 overwrites.
 fn high(fd: OwnedFd) -> io::Result<OwnedFd> {
     if fd.as_raw_fd() > 2 {
         return Ok(fd);
@@ -304,7 +306,7 @@ fn high(fd: OwnedFd) -> io::Result<OwnedFd> {
     Ok(rustix::io::fcntl_dupfd_cloexec(&fd, 3)?)
 }
 
-/// Takes charge of a running child.
+/// Creates the handle and the supervisor of a running child.
 fn adopt(
     executor: &Executor,
     slot: Slot,
@@ -405,7 +407,8 @@ fn adopt(
             ledger,
         },
     );
-    // Owned by the process: it ends when the process has, or when the last handle is dropped.
+    // The task holds the process state: it ends when the process has ended, or when the last handle
+    // is dropped.
     tokio::spawn(supervisor.run());
     let owner = Arc::new(Owner(Arc::clone(&shared)));
     Ok(Process {

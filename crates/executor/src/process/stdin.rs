@@ -1,4 +1,4 @@
-//! The input of one process: what was accepted and has not been taken yet.
+//! Input queue of one process: data that was accepted and that the child has not read yet.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -10,35 +10,35 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use tokio::io::unix::AsyncFd;
 
-/// Bytes that wait for a child that does not read; beyond it, writers wait.
+/// 256 KiB: maximum queued input of a child that does not read; beyond it, writers wait.
 pub(crate) const QUEUE_BYTES: usize = 256 * 1024;
 
-/// A write of this size is not worth waking the child for by itself.
+/// Writes of at least this size do not wake the child individually.
 const TOGETHER_BYTES: usize = 32 * 1024;
 
-/// The writing end of a child's input, and what waits for it.
+/// The write end of a child's input, and the queue.
 #[derive(Debug)]
 pub(crate) struct Stdin {
-    /// Absent once closed, broken, or from the beginning.
+    /// `None` once closed or broken, or if there never was an input.
     file: Option<Arc<AsyncFd<OwnedFd>>>,
-    /// A terminal stays open for reading after its input has failed.
+    /// Whether it is a terminal, which stays open for reading after its input has failed.
     terminal: bool,
     queue: VecDeque<Bytes>,
     queued: usize,
-    /// Close when the queue is empty.
+    /// Close the input when the queue is empty.
     closing: bool,
-    /// Whether the pipe was given more room already.
+    /// Whether the pipe capacity was raised already.
     enlarged: bool,
 }
 
-/// What became of an attempt to write.
+/// Result of an attempt to write.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Push {
     /// Written or queued.
     Accepted,
-    /// The queue is full; here is the data back.
+    /// The queue is full; contains the data.
     Full(Bytes),
-    /// There is nothing to write to.
+    /// The input is closed.
     Closed,
 }
 
@@ -55,7 +55,7 @@ impl Stdin {
         }
     }
 
-    /// Writes at once what fits and queues the rest, if the queue has room.
+    /// Writes what fits without blocking and queues the rest, if the queue has space.
     pub(crate) fn push(&mut self, data: Bytes) -> Push {
         if self.file.is_none() || self.closing {
             return Push::Closed;
@@ -66,8 +66,9 @@ impl Stdin {
         if data.is_empty() {
             return Push::Accepted;
         }
-        // Each write wakes a child that waits for it, which may cost more than the copy: much data is
-        // left to the supervisor, which writes at once what has come by the time of its turn.
+        // Each write wakes a child that waits for it, which may cost more than the copy. Large data
+        // is left to the supervisor, which writes everything that has arrived by its next turn in
+        // one call.
         let together = data.len() >= TOGETHER_BYTES && !self.is_broken();
         self.queued += data.len();
         self.queue.push_back(data);
@@ -81,7 +82,7 @@ impl Stdin {
         }
     }
 
-    /// Ends the input after what is queued; false if it has ended already.
+    /// Ends the input after the queued data; false if it has already ended.
     pub(crate) fn finish(&mut self) -> bool {
         if self.file.is_none() || self.closing {
             return false;
@@ -93,19 +94,19 @@ impl Stdin {
         true
     }
 
-    /// Gives up the input and what waits for it.
+    /// Closes the input and discards the queue.
     pub(crate) fn close(&mut self) {
         self.file = None;
         self.queue = VecDeque::new();
         self.queued = 0;
     }
 
-    /// The file to wait for, if something waits to be written.
+    /// The file to poll for writability, if data is queued.
     pub(crate) fn waiting(&self) -> Option<&Arc<AsyncFd<OwnedFd>>> {
         self.file.as_ref().filter(|_| !self.queue.is_empty())
     }
 
-    /// Writes what the child takes; true when it takes no more for now.
+    /// Writes until the queue is empty or the pipe is full; true if the pipe is full.
     pub(crate) fn drain(&mut self) -> bool {
         let Some(file) = self.file.clone() else {
             return false;
@@ -119,7 +120,7 @@ impl Stdin {
                 }
                 Err(Errno::INTR) => {}
                 Err(_) => {
-                    // The child closed its end or is gone; a terminal has lost its last reader.
+                    // The child closed its end or has ended; a terminal has lost its last reader.
                     self.close();
                     return false;
                 }
@@ -139,7 +140,7 @@ impl Stdin {
         rustix::io::writev(file, &parts[..self.queue.len().min(parts.len())])
     }
 
-    /// Takes off the queue what was written.
+    /// Removes written data from the queue.
     fn advance(&mut self, mut written: usize) {
         self.queued -= written;
         while let Some(front) = self.queue.front_mut() {
@@ -153,7 +154,7 @@ impl Stdin {
         }
     }
 
-    /// Whether nobody has the other end any more, so that a write would fail.
+    /// Whether no process has the read end open, so that a write would fail.
     fn is_broken(&self) -> bool {
         let Some(file) = &self.file else { return true };
         let mut asked = [PollFd::new(file.get_ref(), PollFlags::OUT)];
@@ -163,7 +164,8 @@ impl Stdin {
                 .intersects(PollFlags::ERR | PollFlags::HUP)
     }
 
-    /// A child that cannot keep up gets a larger pipe, so that each of its reads brings more.
+    /// Raises the pipe capacity of a child that cannot keep up, so that each of its reads returns
+    /// more.
     fn enlarge(&mut self, file: &OwnedFd) {
         if !self.terminal && !self.enlarged {
             self.enlarged = true;

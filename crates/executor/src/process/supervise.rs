@@ -1,8 +1,8 @@
-//! The task that looks after one process: moves its bytes, keeps its time, notices its end.
+//! Per-process supervisor task: reads output, writes input, enforces timeouts and reaps the child.
 //!
 //! ```text
 //! running ── child reaped ──► exited ── both ends closed, or silent for a while ──► closed
-//!                                                             a descendant holds on ──► discarding
+//!                                                 a descendant keeps them open ──► discarding
 //! ```
 
 use std::cell::RefCell;
@@ -29,8 +29,8 @@ use crate::sandbox::placeholder::Placeholder;
 use crate::spec::Timeout;
 use crate::sys::reap::Usage;
 
-/// What is taken from a child's pipes between its end and the word of it. More than any pipe holds,
-/// so that only output of descendants can come after `exited`.
+/// Bytes read from a child's pipes between its death and the `exited` entry. More than the capacity
+/// of any pipe, so that only output of descendants can follow `exited`.
 const DRAIN_BYTES: usize = super::LARGE_PIPE_BYTES + READ_BYTES;
 
 thread_local! {
@@ -41,17 +41,17 @@ thread_local! {
 pub(super) struct Source {
     file: Arc<AsyncFd<OwnedFd>>,
     stream: Stream,
-    /// Whether its pipe was given more room already.
+    /// Whether the pipe capacity was raised already.
     enlarged: bool,
 }
 
-/// What a read brought.
+/// Result of a read.
 enum Took {
-    /// This much, and there may be more.
+    /// Bytes read; there may be more.
     Some(usize),
-    /// Nothing for now.
+    /// No data for now.
     Nothing,
-    /// The end.
+    /// End of the stream.
     End,
 }
 
@@ -64,7 +64,7 @@ impl Source {
         }
     }
 
-    /// Reads a few chunks' worth once there is something, and gives it to `sink`.
+    /// Reads a few chunks once data is available, and passes them to `sink`.
     fn poll_take(
         &mut self,
         cx: &mut Context<'_>,
@@ -83,7 +83,7 @@ impl Source {
         Poll::Ready(took)
     }
 
-    /// Reads a few chunks' worth and gives it to `sink`; also tells whether it is empty now.
+    /// Reads a few chunks and passes them to `sink`; also returns whether the source is empty now.
     fn take(&mut self, sink: impl FnOnce(Stream, &mut Scratch)) -> (Took, bool) {
         SCRATCH.with_borrow_mut(|scratch| {
             let (mut ended, mut empty) = (false, false);
@@ -92,12 +92,12 @@ impl Source {
                 let room = scratch.room();
                 match scratch.read(self.file.get_ref()) {
                     Ok(0) => ended = true,
-                    // A pipe that gives less than asked for is empty; a terminal gives a little at
-                    // a time.
+                    // A pipe that returns less than requested is empty; a terminal returns small
+                    // parts.
                     Ok(read) => empty = read < room && self.stream != Stream::Pty,
                     Err(Errno::AGAIN) => empty = true,
                     Err(Errno::INTR) => {}
-                    // A terminal ends with EIO when its last user is gone.
+                    // A terminal ends with EIO when its last user has closed it.
                     Err(_) => ended = true,
                 }
             }
@@ -111,7 +111,7 @@ impl Source {
                 let size = super::LARGE_PIPE_BYTES;
                 let _ = rustix::pipe::fcntl_setpipe_size(self.file.get_ref(), size);
             }
-            // An end that was seen will be seen again.
+            // The next read returns the end of the stream again.
             (Took::Some(filled), empty)
         })
     }
@@ -123,27 +123,27 @@ pub(super) struct Supervisor {
     slot: Option<Slot>,
     pidfd: AsyncFd<OwnedFd>,
     sources: Vec<Source>,
-    /// Which source to ask first, so that none starves the other.
+    /// Index of the source to poll first, so that both are served.
     turn: usize,
-    /// When they are asked.
+    /// Schedule of the reads.
     pace: Pace,
     timeout: Option<Timeout>,
-    /// When the timeout's next step is due.
+    /// Time of the timeout's next step.
     alarm: Option<Instant>,
     timed_out: bool,
-    /// Since when nothing came, once the child has ended.
+    /// Start of the silence, once the child has ended.
     quiet_since: Option<Instant>,
-    /// Goes with the child.
+    /// Dropped when the child has ended.
     guard: Option<Guard>,
 }
 
-/// What a sandboxed child's end concerns.
+/// State that is needed when a sandboxed child ends.
 pub(super) struct Guard {
-    /// What refusals would look like.
+    /// Facts for the detection of sandbox denials.
     pub(super) facts: Facts,
     /// Held until the child has ended.
     pub(super) _placeholders: Vec<Placeholder>,
-    /// Where the launcher says what its command used.
+    /// File in which the launcher reports the resource usage of its command.
     pub(super) ledger: Option<Ledger>,
 }
 
@@ -153,7 +153,7 @@ impl Guard {
     }
 }
 
-/// What woke the supervisor.
+/// Reason why the supervisor woke.
 enum Wake {
     Output(usize),
     Ended,
@@ -216,7 +216,7 @@ impl Supervisor {
         self.close().await;
     }
 
-    /// Waits for the next thing to do, taking output on the way.
+    /// Waits for the next event, and reads output meanwhile.
     async fn wait(&mut self) -> Wake {
         let room = self.shared.output.lock().log.has_room();
         let writable = self.shared.stdin.lock().waiting().cloned();
@@ -249,13 +249,13 @@ impl Supervisor {
         }
     }
 
-    /// When output is taken next, if it waits for more.
+    /// Time of the next read, if the schedule delays it.
     fn next_output(&self) -> Option<Instant> {
         let shared = &self.shared;
         if self.quiet_since.is_some() || !self.pace.is_series() {
             return None;
         }
-        // Input that comes from now on wakes us.
+        // Input that arrives from now on wakes the supervisor.
         shared.is_paced.store(true, Ordering::SeqCst);
         let input = shared.input.load(Ordering::SeqCst);
         let next = self.pace.next(Instant::now(), input);
@@ -279,7 +279,7 @@ impl Supervisor {
         if let Some(file) = stdin.waiting().cloned()
             && stdin.drain()
         {
-            // Nothing more goes in: wait for the next edge.
+            // The pipe is full: wait until it is writable again.
             let mut cx = Context::from_waker(std::task::Waker::noop());
             if let Poll::Ready(Ok(mut guard)) = file.poll_write_ready(&mut cx) {
                 guard.clear_ready();
@@ -291,7 +291,7 @@ impl Supervisor {
         }
     }
 
-    /// Takes note of the child's end, after what it has written.
+    /// Records the exit of the child, after the output that it has written.
     fn reap(&mut self) {
         let mut life = self.shared.life.lock();
         let reaped = match self.executor.reap(self.shared.pid) {
@@ -332,7 +332,7 @@ impl Supervisor {
             exit.denials = denial::classify(facts, exit.code, exit.signal, retained);
         }
         if self.sources.is_empty() {
-            // Both entries at once: whoever follows gets them in one go.
+            // Append both entries under one lock: a follower receives them together.
             self.release_files();
             self.shared.append(|log| {
                 log.exited(exit);
@@ -347,7 +347,7 @@ impl Supervisor {
         self.quiet_since = Some(Instant::now());
     }
 
-    /// Takes what the child has left in its pipes, as far as there is room.
+    /// Reads what the child left in its pipes, as far as the log has space.
     fn drain(&mut self) {
         let Self {
             shared, sources, ..
@@ -365,7 +365,7 @@ impl Supervisor {
         });
     }
 
-    /// Takes the next step of a timeout.
+    /// Runs the next step of a timeout.
     fn ring(&mut self) {
         let Some(timeout) = self.timeout else { return };
         if self.alarm.is_none_or(|alarm| alarm > Instant::now()) || self.quiet_since.is_some() {
@@ -376,7 +376,7 @@ impl Supervisor {
         self.shared.begin_to_end(End::Within(timeout.grace));
     }
 
-    /// Lets go of descriptors that the log does not need any more.
+    /// Closes descriptors that the log does not need any more.
     fn release_files(&self) {
         *self.shared.terminal.lock() = None;
         self.shared.stdin.lock().close();
@@ -394,7 +394,8 @@ impl Supervisor {
             };
             self.shared.append(|log| log.closed(close));
         }
-        // The output is kept open for descendants that still write: closing it would kill them.
+        // The output stays open for descendants that still write: closing it would kill them with
+        // SIGPIPE.
         while !self.sources.is_empty() && !self.shared.orders.lock().abandoned {
             let Self {
                 shared,
@@ -411,7 +412,7 @@ impl Supervisor {
         }
     }
 
-    /// Nobody cares any more: end it and leave no zombie.
+    /// Ends the process after the last handle was dropped, and reaps it.
     async fn abandon(mut self) {
         if !self.shared.is_closed() {
             self.sources.clear();
@@ -431,7 +432,7 @@ fn append(shared: &Shared, stream: Stream, scratch: &mut Scratch) {
         let only = scratch.take().next().unwrap_or_default();
         return shared.append(|log| log.output(stream, only));
     }
-    // Made before the log is locked: whoever reads it meanwhile does not wait for that.
+    // The chunks are created before the log is locked, so that readers do not wait for that.
     let chunks: Vec<Bytes> = scratch.take().collect();
     shared.append(|log| {
         for chunk in chunks {
@@ -440,7 +441,7 @@ fn append(shared: &Shared, stream: Stream, scratch: &mut Scratch) {
     });
 }
 
-/// Takes output from whichever source has some, in turns; 0 when one has ended.
+/// Reads output from the available sources in turn; 0 when one has ended.
 async fn take_output(shared: &Shared, sources: &mut Vec<Source>, turn: &mut usize) -> usize {
     poll_fn(|cx| {
         poll_sources(sources, turn, cx, |stream, read| {
@@ -450,7 +451,7 @@ async fn take_output(shared: &Shared, sources: &mut Vec<Source>, turn: &mut usiz
     .await
 }
 
-/// Takes output that nobody wants.
+/// Reads and discards output.
 async fn discard_output(sources: &mut Vec<Source>, turn: &mut usize) -> usize {
     poll_fn(|cx| poll_sources(sources, turn, cx, |_, _| {})).await
 }
@@ -471,7 +472,7 @@ fn poll_sources(
                     sources.remove(at);
                     return Poll::Ready(0);
                 }
-                // Ask again: the source registers its waker once it is known to be empty.
+                // Poll again: the source registers its waker once it is known to be empty.
                 Poll::Ready(Took::Nothing) => {}
                 Poll::Pending => break,
             }

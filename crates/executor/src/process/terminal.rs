@@ -8,7 +8,7 @@ use rustix::termios::{SpecialCodeIndex, Winsize};
 
 use crate::spec::Size;
 
-/// Opens a terminal of this size: our end and the child's.
+/// Opens a terminal of this size; returns the server's end and the child's end.
 pub(crate) fn open(size: Size) -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
     let master = rustix::pty::openpt(flags)?;
@@ -18,7 +18,7 @@ pub(crate) fn open(size: Size) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((master, child))
 }
 
-/// Gives the terminal a new size; the foreground job learns of it by SIGWINCH.
+/// Resizes the terminal; the kernel sends SIGWINCH to the foreground process group.
 pub(crate) fn resize(master: impl AsFd, size: Size) -> io::Result<()> {
     let size = Winsize {
         ws_row: size.rows,
@@ -29,7 +29,7 @@ pub(crate) fn resize(master: impl AsFd, size: Size) -> io::Result<()> {
     Ok(rustix::termios::tcsetwinsize(master, size)?)
 }
 
-/// The character that means end of input on this terminal.
+/// The end-of-input character of this terminal.
 pub(crate) fn end_of_input(master: impl AsFd) -> u8 {
     const CONTROL_D: u8 = 4;
     rustix::termios::tcgetattr(master).map_or(CONTROL_D, |attributes| {

@@ -1,8 +1,8 @@
-//! The thread that reads the process table for all requests.
+//! Inspector thread: reads the process table once for all waiting requests.
 //!
-//! A reading that begins after a request was made is good for it. Requests that come during one share
-//! the next, and all that wait for processes to end share those in between. What a request does with
-//! the table, such as sending signals, happens on the same thread.
+//! A request needs a table that was read after the request was made. Requests that arrive during a
+//! read share the next one, and requests that wait for processes to end share the reads in between.
+//! What a request does with the table, such as sending signals, runs on the same thread.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -14,20 +14,20 @@ use tokio::sync::oneshot;
 use super::LEADERS;
 use super::table::Table;
 
-/// How old the table may be when it is used: numbers of processes are not given out again so soon.
+/// Maximum age of a table when it is used: the kernel does not reuse pids that quickly.
 const MAX_AGE: Duration = Duration::from_millis(10);
 
-/// How long the thread waits for another request before it frees most of the table.
+/// Idle time after which the thread frees most of the table.
 const IDLE: Duration = Duration::from_secs(1);
 
-/// A day: a wait that long costs nothing.
+/// A day: a wait of this length has no cost.
 const FOREVER: Duration = Duration::from_secs(86_400);
 
-/// What becomes of a request after it has seen the table.
+/// What a request needs after it has used the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Next {
     Done,
-    /// It wants to see the table again, read at least this much later.
+    /// Use the table again, read at least this much later.
     Again(Duration),
 }
 
@@ -45,9 +45,10 @@ static QUEUE: Mutex<Queue> = Mutex::new(Queue {
 
 static ARRIVED: Condvar = Condvar::new();
 
-/// Starts the thread unless it runs. It stays, so that it is there when no other can be started.
+/// Starts the thread unless it runs. The thread never ends, so that it is available when no other
+/// thread can be started.
 ///
-/// Returns whether it is there.
+/// Returns whether it runs.
 pub(super) fn start() -> bool {
     let mut queue = QUEUE.lock();
     if !queue.has_thread {
@@ -58,14 +59,14 @@ pub(super) fn start() -> bool {
     queue.has_thread
 }
 
-/// Has `step` called with the table, as often as it asks to be.
+/// Calls `step` with the table, as often as it requests.
 pub(super) fn submit(mut step: impl FnMut(&mut Table) -> Next + Send + 'static) {
     if start() {
         QUEUE.lock().arrived.push(Box::new(step));
         ARRIVED.notify_one();
         return;
     }
-    // No thread can be started: slower, and the caller has to wait.
+    // No thread can be started: read the table here, which is slower and blocks the caller.
     let mut table = Table::new();
     loop {
         table.update(&LEADERS);
@@ -76,7 +77,7 @@ pub(super) fn submit(mut step: impl FnMut(&mut Table) -> Next + Send + 'static) 
     }
 }
 
-/// As [`submit`], for a step that gives an answer, once. Goes on when the future is dropped.
+/// Same as [`submit`], for a step that returns one result. Continues when the future is dropped.
 pub(super) async fn inspect<R: Send + 'static>(
     mut step: impl FnMut(&mut Table, &mut dyn FnMut(R)) -> Next + Send + 'static,
 ) -> R {
@@ -85,7 +86,7 @@ pub(super) async fn inspect<R: Send + 'static>(
     submit(move |table| {
         step(table, &mut |result| {
             if let Some(sender) = sender.take() {
-                // The one who asked may be gone.
+                // The receiver may have been dropped.
                 let _ = sender.send(result);
             }
         })
@@ -98,9 +99,9 @@ pub(super) async fn inspect<R: Send + 'static>(
 
 struct Worker {
     table: Table,
-    /// Requests that have seen the table and wait to see it again, by when.
+    /// Requests that wait to use the table again, by due time.
     waiting: BTreeMap<Instant, Vec<Step>>,
-    /// Requests are due at multiples of their pauses after this, so that they share readings.
+    /// Due times are multiples of their pauses after this time, so that requests share reads.
     began: Instant,
 }
 
@@ -138,7 +139,7 @@ impl Worker {
         self.began + Duration::from_nanos(nanos)
     }
 
-    /// Waits for requests that are to see the table now.
+    /// Waits for requests that are due.
     fn next(&mut self) -> Vec<Step> {
         let mut queue = QUEUE.lock();
         let mut is_shrunk = false;
@@ -152,7 +153,7 @@ impl Worker {
                 return steps;
             }
             let first = self.waiting.keys().next().copied();
-            // Without anything to do it sleeps, once the table is shrunk, until a request comes.
+            // Without any request it shrinks the table, and then sleeps until a request arrives.
             let pause = match first {
                 Some(first) => first - now,
                 None if is_shrunk => FOREVER,

@@ -1,15 +1,19 @@
 //! Table of the processes on this machine, with the tree that each belongs to.
 //!
-//! Read from `/proc` as a whole once, and brought up to date by the numbers that the kernel has given
-//! out since: new processes get ascending numbers, and `/proc/loadavg` has the latest. Who asks for
-//! it, and when, is decided in `inspector`.
+//! Reads all of `/proc` once, and then only the processes with newer pids: new processes get
+//! ascending pids, and `/proc/loadavg` contains the latest. The `inspector` decides when the table
+//! is read.
 //!
-//! A process keeps the tree that it was first seen in. What decides is what a process cannot change
-//! by itself first, and its tag, which it can lower, last:
+//! A process keeps the tree that it was first assigned to. The evidence is checked in this order.
+//! Evidence that a process cannot change by itself comes first; its tag, which it can lower, comes
+//! last:
 //!
-//! 1. it was started by this server, which knows its number
+//! 1. this server started it and knows its pid
+//!
 //! 2. its parent belongs to a tree
-//! 3. the process that leads or led its session belongs to a tree
+//!
+//! 3. the current or former leader of its session belongs to a tree
+//!
 //! 4. its tag
 
 use std::collections::{HashMap, HashSet};
@@ -24,38 +28,40 @@ use rustix::process::Pid;
 use super::{Leaders, TAG_RESOURCE, Tag};
 use crate::sys::{probe, rlimit};
 
-/// Numbers below the latest one that are looked at again: a process gets its number a moment before
-/// it can be seen. Each processor can be in that moment once, and tasks that lost theirs to others.
+/// Pids below the latest one that are read again: a process gets its pid a moment before it becomes
+/// visible. Each processor can be in that moment once, and so can preempted tasks.
 const MARGIN: i32 = 128;
 
-/// Passes over new numbers before the table is used although processes are started all the time.
+/// Maximum number of passes over new pids before the table is used although processes are still
+/// being started.
 const MAX_PASSES: usize = 16;
 
-/// More new numbers than this, and than known processes, are slower than reading all of `/proc`.
+/// If there are more new pids than this, and than known processes, reading all of `/proc` is
+/// faster.
 const MIN_RANGE: usize = 1024;
 
-/// The time that one start of a process or thread takes at the very least: a processor, and the whole
-/// machine, since all of them wait for a few locks of the kernel. Numbers cannot have come around
-/// again before they could have been used up.
+/// Minimum time of one process or thread start: on one processor, and on the whole machine, since
+/// all processors wait for a few kernel locks. Pids cannot wrap around before this time multiplied
+/// by their number.
 const SHORTEST_START: (Duration, Duration) = (Duration::from_micros(5), Duration::from_micros(1));
 
-/// How often a process is read again whose parent ended meanwhile.
+/// Maximum number of times that a process is read again because its parent ended meanwhile.
 const MAX_REREADS: usize = 8;
 
-/// Readings of the table by this program.
+/// Number of reads of the table by this program.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TableReads {
-    /// Of all of `/proc`.
+    /// Full reads of `/proc`.
     pub scans: u64,
-    /// Of the processes that were started since the last one, if any.
+    /// Reads of only the processes that were started since the last read.
     pub updates: u64,
 }
 
 static SCANS: AtomicU64 = AtomicU64::new(0);
 static UPDATES: AtomicU64 = AtomicU64::new(0);
 
-/// How often processes were looked for, since this program was started.
+/// Returns how often this program has read the process table since it was started.
 pub fn table_reads() -> TableReads {
     TableReads {
         scans: SCANS.load(Ordering::Relaxed),
@@ -63,12 +69,12 @@ pub fn table_reads() -> TableReads {
     }
 }
 
-/// A process as `/proc/PID/stat` shows it.
+/// Fields of `/proc/PID/stat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Stat {
     pub(super) parent: i32,
     session: i32,
-    /// In clock ticks since the machine was booted.
+    /// Start time in clock ticks since boot.
     start: u64,
     /// All its threads have ended.
     pub(super) ended: bool,
@@ -80,8 +86,8 @@ impl Stat {
     }
 
     fn parse(text: &[u8]) -> Option<Self> {
-        // The command's name may hold anything, a closing parenthesis included; fields follow the
-        // last.
+        // The command name may contain any byte, including a closing parenthesis; the fields follow
+        // the last one.
         let after = text.iter().rposition(|&byte| byte == b')')? + 2;
         let fields = std::str::from_utf8(text.get(after..)?).ok()?;
         let mut fields = fields.split_ascii_whitespace();
@@ -106,16 +112,16 @@ pub(super) fn all_pids() -> impl Iterator<Item = i32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
-/// What a process belongs to.
+/// Owner of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Owner {
-    /// A tree that this server has started.
+    /// A tree that this server started.
     Tree(Tag),
-    /// The server's own work: itself, and what waits to launch sandboxes or works on files.
+    /// The server itself: its own process, sandbox launchers on standby and file helpers.
     Server,
-    /// A descendant of this server that nothing connects to one of its trees any more.
+    /// A descendant of this server without evidence of its tree.
     Stray,
-    /// Something else.
+    /// A process that does not belong to this server.
     Foreign,
 }
 
@@ -127,23 +133,23 @@ struct Entry {
     owner: Owner,
 }
 
-/// See the module's description.
+/// Process table; see the module documentation.
 #[derive(Debug)]
 pub(super) struct Table {
     own: i32,
     entries: HashMap<i32, Entry>,
-    /// By tree; some may have ended, and some numbers may mean another process by now.
+    /// Pids by tree; some processes may have ended, and some pids may have been reused.
     trees: HashMap<Tag, Vec<i32>>,
-    /// Processes that may turn out to belong to a tree: what waits to become a sandbox, and what has
-    /// just been forked and has no tag yet.
+    /// Processes that may later turn out to belong to a tree: launchers on standby, and newly
+    /// forked processes without a tag.
     undecided: Vec<i32>,
     numbers: Numbers,
-    /// The latest number that was given out when the table was read, if that can be known.
+    /// The latest pid when the table was read, if that is known.
     latest: Option<i32>,
     read_at: Option<Instant>,
-    /// Nothing was started on this machine while new numbers were looked at.
+    /// No process was started on this machine while new pids were read.
     settled: bool,
-    /// How many processes there were when all of `/proc` was read.
+    /// Number of processes at the last full read.
     scanned: usize,
     /// Orphans of this server's trees become its children.
     adopts_orphans: bool,
@@ -165,8 +171,8 @@ impl Table {
         }
     }
 
-    /// Brings the table up to date: afterwards it has every process that is there and was there when
-    /// this was called.
+    /// Updates the table: afterwards it contains every process that exists and existed when this
+    /// was called.
     pub(super) fn update(&mut self, leaders: &Mutex<Leaders>) {
         self.adopts_orphans = super::ADOPTS_ORPHANS.load(Ordering::Relaxed);
         let is_old = self.age().is_none_or(|age| age > self.numbers.come_around);
@@ -195,30 +201,30 @@ impl Table {
             }
         }
         if self.latest.is_none() {
-            // All of `/proc` is read each time; processes that had no time to show are in the next.
+            // The next full read finds processes that were not visible yet.
             self.settled = true;
         }
         self.decide_again(leaders);
     }
 
-    /// How long ago it was read.
+    /// Time since the last read.
     pub(super) fn age(&self) -> Option<Duration> {
         self.read_at.map(|at| at.elapsed())
     }
 
-    /// Whether nothing at all was started on this machine since the table was read, so that it lacks
-    /// no process.
+    /// Whether no process was started on this machine since the table was read, so that it is
+    /// complete.
     pub(super) fn is_current(&self) -> bool {
         self.latest.is_some() && self.numbers.latest() == self.latest
     }
 
-    /// Whether it had every process that was there at one moment while it was read.
+    /// Whether the table contains every process that existed at one moment during the read.
     pub(super) fn is_settled(&self) -> bool {
         self.settled
     }
 
-    /// Frees what is of no use to the next reading after a long time. Which processes belong to
-    /// which tree is of use: they may have shed what shows it.
+    /// Frees memory that the next read after a long time cannot use. Keeps the assignment of
+    /// processes to trees: they may have lost the evidence of it.
     pub(super) fn shrink(&mut self, leaders: &Mutex<Leaders>) {
         let registered = leaders.lock().tags();
         self.entries.retain(
@@ -230,8 +236,8 @@ impl Table {
         self.latest = None;
     }
 
-    /// The processes of these trees, some of which may have ended, with the moment of their start.
-    /// Never this process.
+    /// The processes of these trees with their start times; some may have ended. Never includes
+    /// this process.
     pub(super) fn processes(&self, tags: &HashSet<Tag>) -> Vec<(i32, u64)> {
         let of_tree = |tag: &Tag| {
             let pids = self.trees.get(tag).into_iter().flatten();
@@ -247,14 +253,14 @@ impl Table {
         processes
     }
 
-    /// The living processes of these trees; who started others comes before them, so that a shell
-    /// hears of its end before it sees that of what it waits for.
+    /// The living processes of these trees, parents before children, so that a shell receives its
+    /// signal before it detects the end of the child that it waits for.
     pub(super) fn living(&mut self, tags: &HashSet<Tag>) -> Vec<Pid> {
         let mut parents = HashMap::new();
         let mut gone = HashSet::new();
         for (pid, start) in self.processes(tags) {
             match Stat::of(pid).filter(|stat| stat.start == start) {
-                // Its entry stays: others may be in a session that it has led.
+                // Its entry stays: it may have led the session of other processes.
                 None => _ = gone.insert(pid),
                 Some(stat) if stat.ended => {}
                 Some(stat) => _ = parents.insert(pid, stat.parent),
@@ -273,8 +279,8 @@ impl Table {
         living.into_iter().filter_map(Pid::from_raw).collect()
     }
 
-    /// Living descendants of this server that belong to none of its trees as far as can be told, and
-    /// were started at `since` or later, with the moment of their start.
+    /// Living descendants of this server without a known tree that were started at `since` or
+    /// later, with their start times.
     pub(super) fn strays(&self, since: u64) -> Vec<(Pid, u64)> {
         if !self.adopts_orphans {
             return Vec::new();
@@ -314,13 +320,13 @@ impl Table {
         self.scanned = self.entries.len();
     }
 
-    /// Reads processes with numbers that were given out after `before`, and those of just before
-    /// that were not to be seen.
+    /// Reads processes with pids assigned after `before`, and those just before it that were not
+    /// visible yet.
     fn read_new(&mut self, before: i32, latest: i32, leaders: &Mutex<Leaders>) {
         let mut new = Vec::new();
         for number in (before - MARGIN).max(1)..=latest {
             if number > before {
-                // What had this number has ended.
+                // The previous process with this pid has ended.
                 self.entries.remove(&number);
             } else if self.entries.contains_key(&number) {
                 continue;
@@ -349,7 +355,7 @@ impl Table {
         }
     }
 
-    /// Decides what new processes belong to.
+    /// Assigns an owner to new processes.
     fn decide(&mut self, new: Vec<i32>, leaders: &Mutex<Leaders>) {
         let mut open: HashSet<i32> = new.iter().copied().collect();
         for pid in new {
@@ -357,7 +363,7 @@ impl Table {
         }
     }
 
-    /// Decides for `pid`, and before that for those above it that are in `open`.
+    /// Assigns an owner to `pid`, and before that to its ancestors in `open`.
     fn decide_one(&mut self, pid: i32, open: &mut HashSet<i32>, leaders: &Mutex<Leaders>) {
         let mut path = vec![pid];
         let mut rereads = 0;
@@ -371,14 +377,15 @@ impl Table {
                 continue;
             };
             let parent = entry.parent;
-            // What was read at different moments may go in a circle.
+            // Parents read at different times may form a cycle.
             if open.contains(&parent) && !path.contains(&parent) {
                 path.push(parent);
                 continue;
             }
             let is_known = parent == 0 || parent == self.own || self.entries.contains_key(&parent);
             if !is_known && rereads < MAX_REREADS {
-                // Its parent has ended since, or is too new: it has another one, or soon will.
+                // Its parent has ended since or is not in the table yet: read it again for its
+                // current parent.
                 rereads += 1;
                 match Stat::of(pid) {
                     Some(stat) if stat.start == entry.start => {
@@ -419,7 +426,7 @@ impl Table {
         if let Some(tag) = leaders.lock().started(entry.session) {
             return Owner::Tree(tag);
         }
-        // The number of a session's leader is not given out again as long as the session has members.
+        // The pid of a session leader is not reused while the session has members.
         if let Some(leader) = self.entries.get(&entry.session)
             && let Owner::Tree(tag) = leader.owner
         {
@@ -428,13 +435,13 @@ impl Table {
         match (tag_of(pid), parent) {
             (Some(tag), _) if tag == Tag::of_server() => Owner::Server,
             (Some(tag), _) => Owner::Tree(tag),
-            // Orphans of this server's trees come to it, if it adopts them.
+            // Orphans of this server's trees become its children, if it adopts orphans.
             (None, None) => Owner::Stray,
             (None, Some(above)) => above,
         }
     }
 
-    /// Looks again at processes that may belong to a tree by now.
+    /// Checks again the processes that may belong to a tree by now.
     fn decide_again(&mut self, leaders: &Mutex<Leaders>) {
         let grown = super::clock().saturating_sub(super::ticks(super::FORK_TO_TAG));
         let mut new = Vec::new();
@@ -470,28 +477,28 @@ impl Table {
     }
 }
 
-/// The tag of a process, if it has one that this program has given out.
+/// The tag of a process, if this program has assigned it.
 fn tag_of(pid: i32) -> Option<Tag> {
     let limit = rlimit::hard(Some(Pid::from_raw(pid)?), TAG_RESOURCE).ok()?;
     Some(Tag(limit)).filter(|tag| tag.is_given_out())
 }
 
-/// How many of those above a process are in the table too.
+/// Number of ancestors of a process in the table.
 fn ancestors(pid: i32, parents: &HashMap<i32, i32>) -> usize {
     let parent = |pid: &i32| parents.get(pid).copied();
-    // What was read at different moments may go in a circle.
+    // Parents read at different times may form a cycle.
     std::iter::successors(parent(&pid), parent)
         .take(parents.len())
         .filter(|above| parents.contains_key(above))
         .count()
 }
 
-/// The numbers that the kernel gives to processes and threads.
+/// State of the kernel's pid allocation.
 #[derive(Debug)]
 struct Numbers {
-    /// `/proc/loadavg`, if it is the kernel's own and has what is needed.
+    /// `/proc/loadavg`, if it is the kernel's own file and has the needed field.
     file: Option<File>,
-    /// How long it takes at least until a number is given out again.
+    /// Minimum time until a pid is reused.
     come_around: Duration,
 }
 
@@ -503,7 +510,7 @@ impl Numbers {
         let most = most.unwrap_or(32_768);
         let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let processors = u32::try_from(processors).unwrap_or(u32::MAX);
-        // Some containers have a file of their own there.
+        // Some containers mount their own file there.
         let file = File::open("/proc/loadavg").ok().filter(|file| {
             let kind = rustix::fs::fstatfs(file).map(|found| found.f_type);
             kind == Ok(rustix::fs::PROC_SUPER_MAGIC)
@@ -514,13 +521,13 @@ impl Numbers {
         }
     }
 
-    /// The latest one that was given out.
+    /// The latest pid.
     fn latest(&self) -> Option<i32> {
         let mut text = [0; 128];
         let length = self.file.as_ref()?.read_at(&mut text, 0).ok()?;
         let text = std::str::from_utf8(text.get(..length)?).ok()?;
         let latest = text.trim_end().rsplit(' ').next()?.parse().ok()?;
-        // Some kernels say 0, which means that they do not say it.
+        // Some kernels report 0, which means unknown.
         (latest > 0).then_some(latest)
     }
 }
@@ -531,7 +538,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stat_of_a_process_with_an_odd_name() {
+    fn stat_parses_command_name_with_parentheses() {
         let text = b"17 (a) Z (b) S 1 2 3 0 -1 4194560 0 0 0 0 1 2 3 4 20 0 5 0 9876 1 2 3";
         let stat = Stat::parse(text).unwrap();
         assert_eq!((stat.parent, stat.session, stat.start), (1, 3, 9876));
@@ -540,7 +547,7 @@ mod tests {
         assert!(ended(
             "1 (x) Z 1 2 3 0 -1 0 0 0 0 0 1 2 3 4 20 0 1 0 9876 1"
         ));
-        // Other threads go on.
+        // Other threads are still running.
         assert!(!ended(
             "1 (x) Z 1 2 3 0 -1 0 0 0 0 0 1 2 3 4 20 0 2 0 9876 1"
         ));
@@ -554,7 +561,7 @@ mod tests {
         let parents = HashMap::from([(9, 1), (8, 9), (5, 8), (7, 9), (2, 3), (3, 2)]);
         let above = |pid| ancestors(pid, &parents);
         assert_eq!([9, 8, 7, 5].map(above), [0, 1, 1, 2]);
-        // A circle has an end.
+        // A cycle terminates.
         assert_eq!(above(2), parents.len());
     }
 
@@ -583,7 +590,7 @@ mod tests {
     }
 
     #[test]
-    fn process_keeps_its_tree_when_nothing_shows_it_any_more() {
+    fn process_keeps_its_tree_without_evidence() {
         let mut child = std::process::Command::new("sleep")
             .arg("60")
             .spawn()
