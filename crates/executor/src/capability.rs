@@ -205,7 +205,7 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// The path that a manifest names, if the path is allowed.
+    /// The location that a manifest declares, if it is valid; otherwise adds a warning.
     fn place(
         &mut self,
         manifest: &TextFile,

@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn policy_filters_then_sets_then_narrows() {
+    fn policies_filter_then_set_then_narrow() {
         let own = map(&[
             ("HOME", "/h"),
             ("API_KEY", "k"),

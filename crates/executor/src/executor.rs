@@ -261,7 +261,7 @@ impl Executor {
     ///
     /// When the kernel refuses, or signals cannot be awaited.
     pub fn adopt_orphans(&self) -> io::Result<()> {
-        /// Pause between two reaping rounds while a zombie may remain, and between attempts to
+        /// Maximum time that an orphan remains a zombie, and the interval between two attempts to
         /// remove control groups.
         const PERIOD: Duration = Duration::from_millis(250);
         crate::tree::adopt_orphans()?;

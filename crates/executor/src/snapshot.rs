@@ -69,7 +69,7 @@ impl Kind {
         }
     }
 
-    /// Command line of a shell that runs a script without start-up files.
+    /// Options that make the shell run a script text without start-up files.
     fn bare(self) -> &'static str {
         match self {
             Self::Bash => "-pc",
@@ -382,7 +382,7 @@ async fn hear(
         stdio: Stdio::Pipes { stdin: false },
         timeout: None,
         retention: Some(CAPTURE_RETENTION),
-        // The listeners of a managed network are not served during a capture, so it has none.
+        // The listeners of a managed network are not served during a capture: it has none.
         network: spec.network.as_ref().map(|_| PrivateNetwork::default()),
         ..spec.clone()
     };

@@ -93,7 +93,7 @@ impl Leaders {
         (run == Run::Running).then_some(tag)
     }
 
-    /// Same as [`Leaders::running`], for the number of a session.
+    /// Tag of the process that leads or led this session, even if the process has ended.
     fn started(&self, session: i32) -> Option<Tag> {
         self.0.get(&session).map(|(tag, _)| *tag)
     }

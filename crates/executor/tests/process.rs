@@ -297,7 +297,7 @@ async fn terminate_ends_descendants_in_other_sessions() {
 }
 
 #[tokio::test]
-async fn processes_ended_at_once_share_readings_of_the_process_table() {
+async fn processes_ended_together_share_reads_of_the_process_table() {
     const COUNT: usize = 1000;
     let executor = executor();
     let seconds = marker(4);
@@ -325,7 +325,7 @@ async fn processes_ended_at_once_share_readings_of_the_process_table() {
 }
 
 #[tokio::test]
-async fn signals_to_many_trees_share_readings_of_the_process_table() {
+async fn signals_to_many_trees_share_reads_of_the_process_table() {
     const COUNT: usize = 200;
     let executor = executor();
     let script = "trap 'echo got; exit' USR1; echo ready; while :; do sleep 0.05; done";

@@ -271,7 +271,8 @@ impl Subscription {
         &self.root
     }
 
-    /// Takes the available changes; if there are none, `waker` is woken when there are.
+    /// Takes the available changes; returns `None` and wakes `waker` later if no change is
+    /// available.
     pub fn take(&self, waker: &Waker) -> Option<Batch> {
         let mut state = self.subscriber.state.lock();
         if !state.ready {

@@ -191,7 +191,8 @@ impl Process {
         self.shared.enforcement.as_ref()
     }
 
-    /// Takes the listeners of its own network; `None` if there are none or they were taken before.
+    /// Takes the listeners of its own network; `None` if it has no network or they were taken
+    /// before.
     pub fn take_listeners(&self) -> Option<Listeners> {
         self.shared.listeners.lock().take()
     }
@@ -407,7 +408,7 @@ impl Process {
 
     /// Begins to terminate the process and its whole tree; returns true if it was still running.
     ///
-    /// Has no effect once the log is closed, because no process is left that belongs to it.
+    /// Has no effect once the log is closed: processes that outlive the log do not belong to it.
     pub fn terminate(&self, end: End) -> bool {
         let running = self.is_running();
         if !self.shared.is_closed() {

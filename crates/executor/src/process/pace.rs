@@ -13,22 +13,23 @@ const INTERVAL: Duration = Duration::from_micros(500);
 /// Maximum delay of a read after an interval that still counts as part of the series.
 const LATE: Duration = Duration::from_millis(1);
 
-/// Small reads in a row that make a series; a prompt or a line that is written in a few parts has fewer.
+/// Number of consecutive small reads that make a series. A prompt, or a line that is written in a
+/// few parts, has fewer.
 const SERIES: u32 = 8;
 
 /// A read of this size or more does not count towards a series.
 const LARGE_BYTES: usize = 1024;
 
-/// The pace at which the output of one process is read.
+/// Read schedule of one process.
 #[derive(Debug)]
 pub(super) struct Pace {
     /// More bytes than this in an interval end a series: the process must not wait for space in the
     /// pipe.
     most: usize,
     last: Option<Instant>,
-    /// Small reads in a row.
+    /// Number of consecutive small reads.
     series: u32,
-    /// Input of the process when it was last read.
+    /// Number of writes to the process at the last read.
     input: u64,
 }
 

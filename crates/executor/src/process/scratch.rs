@@ -22,7 +22,7 @@ pub(super) const READ_BYTES: usize = CHUNKS * CHUNK_BYTES;
 /// Unused buffers for reuse: allocating new memory costs more than the read into it.
 static SPARE: Mutex<Vec<Memory>> = Mutex::new(Vec::new());
 
-/// Maximum number of unused buffers; more than two turns' worth is never needed.
+/// Maximum number of unused buffers: enough for four turns.
 const MAX_SPARE: usize = 4 * CHUNKS;
 
 /// Buffer for one chunk, aligned to a cache line: kernels copy a third slower to an unaligned

@@ -156,7 +156,8 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
         .collect();
     let terminal = matches!(ends, Ends::Terminal(_));
     let strings = |texts: &'_ [CString]| -> Vec<_> { texts.to_vec() };
-    // In a sandbox, the launcher receives the command as a message and inherits nothing else of it.
+    // In a sandbox, the command is sent to the launcher in a message; the arguments and the
+    // environment of the launcher do not contain it.
     let errand = match &prison {
         Some(prison) if is_confined => {
             let errand = Errand::run(prison, &prepared, &applied.rlimits, terminal);

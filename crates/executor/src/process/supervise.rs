@@ -394,8 +394,7 @@ impl Supervisor {
             };
             self.shared.append(|log| log.closed(close));
         }
-        // The output stays open for descendants that still write: closing it would kill them with
-        // SIGPIPE.
+        // The output stays open for descendants that still write: closing it would kill them.
         while !self.sources.is_empty() && !self.shared.orders.lock().abandoned {
             let Self {
                 shared,

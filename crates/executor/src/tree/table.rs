@@ -201,7 +201,8 @@ impl Table {
             }
         }
         if self.latest.is_none() {
-            // The next full read finds processes that were not visible yet.
+            // Without the latest pid every read is a full one; the next one finds processes that were
+            // not visible yet.
             self.settled = true;
         }
         self.decide_again(leaders);

@@ -53,7 +53,7 @@ impl Filter {
         self.gitignore || !self.patterns.is_empty()
     }
 
-    /// Whether directories may have rules of their own.
+    /// Whether `.gitignore` files in directories are read.
     pub(super) fn reads_rules(&self) -> bool {
         self.gitignore
     }

@@ -330,7 +330,7 @@ impl Tell for Meddler {
 }
 
 #[test]
-fn file_reported_by_scan_and_event_is_removed_once_deleted() {
+fn removal_of_file_seen_by_scan_and_event_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let root = fs::canonicalize(dir.path()).unwrap();
     let pending = Arc::default();
@@ -562,7 +562,7 @@ fn slow_subscriber_receives_overflow() {
 }
 
 #[test]
-fn watch_fails_for_invalid_targets() {
+fn watch_fails_with_a_specific_error() {
     let dir = tempfile::tempdir().unwrap();
     let hub = Hub::default();
     let watch = |path: &Path, ignore: &WatchIgnore| {

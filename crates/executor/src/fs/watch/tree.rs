@@ -146,8 +146,7 @@ const EVENTS: WatchFlags = WatchFlags::CREATE
     .union(WatchFlags::ONLYDIR)
     .union(WatchFlags::DONT_FOLLOW);
 
-/// Event mask of the directory directly above the base, or of the lowest existing directory on the
-/// path to the base.
+/// Event mask of the two lowest existing directories above the base.
 const NEAR: WatchFlags = FAR
     .union(WatchFlags::CREATE)
     .union(WatchFlags::DELETE)
@@ -862,8 +861,8 @@ impl Buffer {
     }
 }
 
-/// Whether the error means that the path cannot be watched because it does not exist or is no
-/// directory.
+/// Whether the error means that the path cannot be watched: it does not exist, is not a directory,
+/// or access is denied.
 pub(super) fn is_gone(error: Errno) -> bool {
     matches!(
         error,
