@@ -366,7 +366,7 @@ fn times(stat: &Stat) -> Timestamps {
 /// Moves a path; a link itself is moved, not its target.
 ///
 /// Within a filesystem this is one rename. To another filesystem, the source is copied to a hidden
-/// name, renamed into place, and then removed.
+/// name beside the destination, renamed to the destination, and then removed.
 ///
 /// # Errors
 ///
@@ -478,7 +478,7 @@ const ASIDE_NAME: &str = "moved";
 struct Aside {
     path: PathBuf,
     directory: OwnedFd,
-    /// Name of the entry to be renamed into place.
+    /// Name of the entry that is renamed to the destination.
     name: OsString,
 }
 
@@ -616,7 +616,7 @@ mod tests {
     }
 
     #[test]
-    fn removing() {
+    fn remove_handles_files_links_and_trees() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().canonicalize().unwrap();
         tree(&dir);

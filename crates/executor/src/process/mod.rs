@@ -191,7 +191,7 @@ impl Process {
         self.shared.enforcement.as_ref()
     }
 
-    /// Takes the listeners of its own network; `None` if it has no network or they were taken
+    /// Takes the listeners of its private network; `None` if it has no network or they were taken
     /// before.
     pub fn take_listeners(&self) -> Option<Listeners> {
         self.shared.listeners.lock().take()

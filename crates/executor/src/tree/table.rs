@@ -9,11 +9,8 @@
 //! last:
 //!
 //! 1. this server started it and knows its pid
-//!
 //! 2. its parent belongs to a tree
-//!
 //! 3. the current or former leader of its session belongs to a tree
-//!
 //! 4. its tag
 
 use std::collections::{HashMap, HashSet};
@@ -201,8 +198,8 @@ impl Table {
             }
         }
         if self.latest.is_none() {
-            // Without the latest pid every read is a full one; the next one finds processes that were
-            // not visible yet.
+            // Without the latest pid every read is a full one; the next one finds processes that
+            // were not visible yet.
             self.settled = true;
         }
         self.decide_again(leaders);
