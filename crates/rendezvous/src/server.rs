@@ -413,7 +413,7 @@ impl Connection {
             // display.
             if stream.peek(&mut first).await? == 1 && first[0].is_ascii_uppercase() {
                 let mut stream = stream;
-                let answer = HttpResponse::text(400, "this port expects TLS: use https://");
+                let answer = HttpResponse::text(400, "this port speaks TLS: use https://");
                 let _ = stream.write_all(&answer.encode(false)).await;
                 return Err(io::Error::other("plain HTTP"));
             }

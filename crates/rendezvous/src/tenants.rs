@@ -651,7 +651,7 @@ mod tests {
         assert_eq!(acme.to_string(), "environments=2 bandwidth=1048576");
         assert_eq!(quotas.of("b").to_string(), "streams=7 handshakes=3");
         for (text, line, problem) in [
-            ("a/b streams=1", 1, "no name of a tenant"),
+            ("a/b streams=1", 1, "neither a valid tenant name"),
             ("\na streams", 2, "NAME=NUMBER"),
             ("a cpus=1", 1, "unknown quota `cpus`"),
             ("a streams=x", 1, "expected a number"),
@@ -660,8 +660,8 @@ mod tests {
             ("a streams=99999999999G", 1, "expected a number"),
             ("a streams=1 streams=2", 1, "twice"),
             ("a bandwidth=1000", 1, "65536 is the least"),
-            ("a handshakes=0", 1, "take its tokens away"),
-            ("a streams=1\na streams=2", 2, "two lines for `a`"),
+            ("a handshakes=0", 1, "remove the tokens"),
+            ("a streams=1\na streams=2", 2, "more than one line for `a`"),
         ] {
             let error = text.parse::<Quotas>().unwrap_err();
             assert_eq!(error.line, line, "{text}");

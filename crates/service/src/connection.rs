@@ -330,12 +330,16 @@ impl Responder {
         let begun = pieces::reserved(PIECE_COST).and_then(|mut head| {
             self.begin_result(&mut head);
             head.extend_from_slice(b"{\"dataBase64\":\"");
-            // The file is larger than one piece, so this is not the last one.
-            source.next(&mut head)?;
-            Ok(head)
+            // The file was larger than one piece when it was opened, and may have been cut since.
+            let is_complete = source.next(&mut head)?;
+            Ok((head, is_complete))
         });
         let head = match begun {
-            Ok(head) => head,
+            Ok((mut message, true)) => {
+                message.extend_from_slice(pieces::END);
+                return self.send_message(message);
+            }
+            Ok((head, false)) => head,
             Err(error) => return self.send_error(error),
         };
         self.count();

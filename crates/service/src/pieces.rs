@@ -102,7 +102,7 @@ pub(crate) struct Piece {
 }
 
 /// JSON text behind the last byte of the file.
-const END: &[u8] = b"\"}}";
+pub(crate) const END: &[u8] = b"\"}}";
 
 impl Pieces {
     /// Creates a response that begins with `head`, which includes the first piece. `share` is the

@@ -63,7 +63,7 @@ const PAGES: &[&[&str]] = &[
 
 /// Verbs that begin the help of a command or option.
 const VERBS: &str = "Accept Add Administer Allocate Allow Announce Append Ask Authenticate Check Choose Collect \
-    Connect Continue Copy Create Deny Descend Disable Enable End Exclude Expire Find Follow Forward \
+    Connect Continue Count Copy Create Deny Descend Disable Enable End Exclude Expire Find Follow Forward \
     Give Grant Handle Ignore Include Install Join Keep Let Limit List Listen Log Make Move Name Offer \
     Pass Present Print Read Refresh Register Remove Replace Report Require Resolve Restrict Revoke Run \
     Search Send Serve Set Show Sign Skip Start Stop Store Tolerate Translate Trust Use Wait Watch \

@@ -157,7 +157,7 @@ async fn fleet_removes_environments() {
     let text = printed(deployment.fleet(&["environments", "--remove", "box"])).await;
     assert_eq!(text, "removed box\n");
     let error = refused(deployment.fleet(&["environments", "--remove", "nothing"])).await;
-    assert!(error.contains("no environment `nothing`"), "{error}");
+    assert!(error.contains("unknown environment `nothing`"), "{error}");
     let error = refused(deployment.fleet(&["environments", "--remove", "a/b"])).await;
     assert!(error.contains("`a/b`"), "{error}");
 }
@@ -166,7 +166,7 @@ async fn fleet_removes_environments() {
 async fn fleet_drain_ends_the_node() {
     let mut deployment = Deployment::new().await;
     let error = refused(deployment.fleet(&["drain", "nobody"])).await;
-    assert!(error.contains("no node `nobody`"), "{error}");
+    assert!(error.contains("unknown node `nobody`"), "{error}");
     let nodes = deployment.ask_fleet(&["nodes"]).await;
     let name = nodes["nodes"][0]["name"].as_str().unwrap().to_owned();
     let drained = deployment.ask_fleet(&["drain", &name]).await;

@@ -185,7 +185,9 @@ async fn tokens_can_be_added_and_removed_at_runtime() {
     let revoked = || ("s".to_owned(), "authorization_revoked".to_owned());
     assert_eq!(reset(&mut harness).await, revoked());
     assert_eq!(reset(&mut executor).await, revoked());
-    assert_eq!(ask("build-1").await.0, 401);
+    // 429: the requests that waited for the token to be known count as failures.
+    let status = ask("build-1").await.0;
+    assert!(matches!(status, 401 | 429), "{status}");
 }
 
 #[tokio::test]
