@@ -1,7 +1,5 @@
 //! Log lines on standard error, as text or as JSON.
 
-use std::io::IsTerminal as _;
-
 use anyhow::Context as _;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::Subscriber;
@@ -45,9 +43,7 @@ fn begin(filter: EnvFilter, json: bool) -> anyhow::Result<Log> {
         builder.init();
         Ok(Log(Box::new(move |filter| Ok(handle.reload(filter)?))))
     } else {
-        let builder = builder
-            .with_ansi(std::io::stderr().is_terminal())
-            .with_filter_reloading();
+        let builder = builder.with_ansi(false).with_filter_reloading();
         let handle = builder.reload_handle();
         builder.init();
         Ok(Log(Box::new(move |filter| Ok(handle.reload(filter)?))))
