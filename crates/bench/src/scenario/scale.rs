@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 use exec_server_client::protocol::PathUri;
-use rustix::process::Pid;
+use rustix::process::{Pid, Resource, getrlimit};
 
 use super::{Bench, RowSpec};
 use crate::client::{Client, Stdio};
@@ -47,6 +47,8 @@ struct Cost {
 /// A kind of object.
 struct Kind {
     name: &'static str,
+    /// Descriptors that the server, or this program, needs for each.
+    descriptors: usize,
     /// Creates this many objects and ends them; starts and stops the clock.
     run: fn(&Server, usize, &mut Clock<'_>) -> anyhow::Result<()>,
 }
@@ -106,26 +108,32 @@ impl<'a> Clock<'a> {
 const KINDS: [Kind; 6] = [
     Kind {
         name: "processes",
+        descriptors: 3,
         run: processes,
     },
     Kind {
         name: "processes ended one by one",
+        descriptors: 3,
         run: terminated,
     },
     Kind {
         name: "sessions",
+        descriptors: 1,
         run: sessions,
     },
     Kind {
         name: "connections",
+        descriptors: 1,
         run: connections,
     },
     Kind {
         name: "readers of one process",
+        descriptors: 0,
         run: readers,
     },
     Kind {
         name: "watched directories",
+        descriptors: 0,
         run: watched,
     },
 ];
@@ -147,7 +155,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         let prepare = |command: &CommandLine| Ok(command.clone());
         rows.extend(bench.alone(1, lines.into(), prepare, |command| {
             let mut costs = Vec::new();
-            for &size in sizes {
+            for &size in &fitting(sizes, kind.descriptors) {
                 let cost = measure(command, &kind, size)?;
                 eprintln!(
                     "{} {}: {:.3} s, {:.3} s of CPU, {:.1} MiB",
@@ -176,6 +184,21 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         }));
     }
     rows
+}
+
+/// The sizes for which there are descriptors enough. One that does not fit is replaced by the largest
+/// that does, so that machines with a low limit measure what they can.
+fn fitting(sizes: &[usize], descriptors: usize) -> Vec<usize> {
+    /// For everything else that a server has open.
+    const OTHERS: u64 = 500;
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let most = match descriptors {
+        0 => usize::MAX,
+        each => usize::try_from(limit.saturating_sub(OTHERS)).unwrap_or(usize::MAX) / each,
+    };
+    let mut fitting: Vec<usize> = sizes.iter().map(|&size| size.min(most)).collect();
+    fitting.dedup();
+    fitting
 }
 
 fn measure(command: &CommandLine, kind: &Kind, size: usize) -> anyhow::Result<Cost> {
