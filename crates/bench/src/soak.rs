@@ -293,8 +293,12 @@ async fn command(
 async fn short_commands(work: &Work, args: &RemoteExecServerConnectArgs) -> anyhow::Result<()> {
     const SIZES: [usize; 4] = [0, 100, 300_000, 2_000_000];
     let client = ExecServerClient::connect(args.clone()).await?;
+    // A fixed rate: the output that is retained depends on it, and the machine's speed varies.
+    let mut ticks = tokio::time::interval(Duration::from_millis(100));
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut number = 0;
     while work.is_running() {
+        ticks.tick().await;
         let bytes = SIZES[number % SIZES.len()];
         let mut params = shell(&format!("head -c {bytes} /dev/zero"));
         match number % 3 {
@@ -305,7 +309,6 @@ async fn short_commands(work: &Work, args: &RemoteExecServerConnectArgs) -> anyh
         command(&client, params, bytes).await?;
         work.count();
         number += 1;
-        pause(20).await;
     }
     Ok(())
 }
