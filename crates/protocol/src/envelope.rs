@@ -152,7 +152,7 @@ pub enum DecodeError {
 ///
 /// The text is not one JSON object, repeats a key in any object, nests deeper than
 /// [`MAX_JSON_DEPTH`](crate::limits::MAX_JSON_DEPTH), contains more than [`MAX_JSON_VALUES`]
-/// values, or is none of the four kinds of message.
+/// values, or is not one of the four kinds of message.
 pub fn decode(text: &str) -> Result<Incoming<'_>, DecodeError> {
     decode_within(text, MAX_JSON_VALUES)
 }

@@ -115,7 +115,7 @@ impl Issuer {
         self.stamp = now;
         self.due = Instant::now() + REFRESH_PERIOD;
         let oidc = Arc::clone(&self.oidc);
-        // Ends when the document is there, or after the timeout.
+        // Ends when the document has been read, or after the timeout.
         tokio::spawn(async move {
             match oidc.refresh().await {
                 Ok(count) => tracing::info!(count, "reloaded the issuer's keys"),

@@ -169,7 +169,7 @@ async fn daemon_has_no_environment_and_no_terminal_of_the_login() {
     let (out, err, code) = outcome(fixture.run(&[], &["env"])).await;
     assert_eq!(code, 0, "{err}");
     assert!(!out.contains("SSH_CONNECTION"), "{out}");
-    // A session of its own, so that no terminal's end reaches it, nor a signal to its guardian's.
+    // A separate session: neither a terminal's hangup nor a signal to the guardian's group reaches it.
     let pid = fixture.daemon_pid();
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     let (_, after_name) = stat.rsplit_once(") ").unwrap();

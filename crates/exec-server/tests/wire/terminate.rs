@@ -259,7 +259,7 @@ fn other_tags() -> Vec<&'static str> {
 async fn descendants_without_their_tag_are_ended(on: Transport) {
     let (_server, mut client) = served(on).await;
     let scripts = [
-        // In another session, while its parent is there.
+        // In another session, while its parent is alive.
         "setsid prlimit --rttime=TAG sh -c 'echo up; sleep 600 & wait' & wait",
         // An orphan, in the session of the command.
         "(prlimit --rttime=TAG sh -c 'echo up; sleep 600; :' &) ; sleep 600",
