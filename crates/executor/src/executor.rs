@@ -31,8 +31,8 @@ use crate::sandbox::placeholder::{self, Keeper};
 use crate::sandbox::pool::Helpers;
 use crate::sandbox::{self, Errand, Launcher};
 use crate::spec::{Spec, StartError};
-use crate::sys::reap::{self, Reaped};
-use crate::sys::{child_ends, poll};
+use exec_server_sys::reap::{self, Reaped};
+use exec_server_sys::{child_ends, poll};
 
 /// Limits that may change while processes run.
 #[derive(Debug, Clone, Copy)]

@@ -1,7 +1,7 @@
 //! Execution engine of this machine: processes, terminals, retained output and files.
 //!
 //! Returns values. Does not depend on JSON-RPC, sessions or connections, and reads neither
-//! environment variables nor configuration. The only crate with unsafe code, in one module.
+//! environment variables nor configuration.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!(
@@ -25,9 +25,9 @@ pub mod sandbox;
 pub mod signal;
 pub mod snapshot;
 pub mod spec;
-pub mod sys;
 mod tree;
 
 pub use executor::{Executor, ExecutorConfig, ExecutorLimits};
 pub use process::Process;
 pub use spec::{PrivateNetwork, Size, Spec, StartError, Stdio, Timeout};
+pub use tree::descendants_of;

@@ -150,7 +150,7 @@ fn positive(name: &'static str, value: u64) -> Result<u64, LimitError> {
 
 /// Raising a limit above the server's own needs a privilege that a child may not have.
 fn check_below_ours(name: &'static str, value: u64, resource: u32) -> Result<(), LimitError> {
-    let ours = crate::sys::rlimit::hard(None, resource).unwrap_or(u64::MAX);
+    let ours = exec_server_sys::rlimit::hard(None, resource).unwrap_or(u64::MAX);
     if value > ours && !rustix::process::geteuid().is_root() {
         let reason = format!("{value} is above this server's own limit of {ours}");
         return Err(LimitError { name, reason });

@@ -20,7 +20,7 @@ use exec_server_protocol::limits;
 pub use exec_server_protocol::process::Stream;
 use exec_server_protocol::sandbox::Denial;
 
-use crate::sys::memory;
+use exec_server_sys::memory;
 
 /// 4 KiB: approximate memory of one ended process besides its output (record, task and queues).
 const RECORD_BYTES: usize = 4 << 10;

@@ -18,7 +18,7 @@ use rustix::process::{Pid, Signal};
 
 use self::inspector::{Next, inspect};
 use self::table::{Stat, Table, all_pids};
-use crate::sys::{probe, rlimit};
+use exec_server_sys::{probe, rlimit};
 
 /// The resource limit that carries the tag: CPU time of real-time threads. Values around 2^60
 /// microseconds (thirty thousand years) limit nothing.
@@ -171,8 +171,8 @@ pub(crate) fn is_member(pid: Pid, tag: Tag) -> bool {
     rlimit::hard(Some(pid), TAG_RESOURCE).is_ok_and(|limit| limit == tag.0)
 }
 
-/// The living descendants of a process. Reads all of `/proc`.
-pub(crate) fn descendants_of(ancestor: Pid) -> Vec<Pid> {
+/// Returns the living descendants of a process. Reads all of `/proc`.
+pub fn descendants_of(ancestor: Pid) -> Vec<Pid> {
     let mut children: HashMap<i32, Vec<(i32, bool)>> = HashMap::new();
     for pid in all_pids() {
         if let Some(stat) = Stat::of(pid) {

@@ -6,7 +6,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 
-use exec_server_executor::sys::poll::register;
+use exec_server_sys::poll::register;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{SocketFlags, acceptfrom_with};
 use tokio::io::Interest;

@@ -9,11 +9,11 @@ use std::task::Poll;
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
-use exec_server_executor::sys::memory;
 use exec_server_protocol::envelope::{self, Incoming as Message};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_protocol::table::Named;
 use exec_server_protocol::{ErrorObject, RequestId};
+use exec_server_sys::memory;
 use exec_server_transport::frame::close_code;
 use exec_server_transport::keepalive::{Action, Keepalive};
 use exec_server_transport::{Event, Incoming, Link, LinkError};

@@ -11,7 +11,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_executor::sys;
+use exec_server_sys as sys;
 use exec_server_transport::frame::Role;
 use exec_server_transport::http::{self, Head, Kind};
 use exec_server_transport::tls::{Pin, TlsServer};

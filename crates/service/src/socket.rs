@@ -11,9 +11,9 @@ use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, ready};
 
-use exec_server_executor::sys::poll::register_shared;
-use exec_server_executor::sys::socket::receive;
 use exec_server_sync::Mutex;
+use exec_server_sys::poll::register_shared;
+use exec_server_sys::socket::receive;
 use rustix::net::SendFlags;
 use tokio::io::unix::{AsyncFd, AsyncFdReadyGuard};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};

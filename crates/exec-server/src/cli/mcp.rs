@@ -10,7 +10,7 @@ use exec_server_client::executor::{Executor, ExecutorConfig, host};
 use exec_server_client::{
     BoxFuture, ExecBackend, ExecutorFileSystem, LocalBackend, LocalFileSystem,
 };
-use exec_server_executor::sys::guardian;
+use exec_server_executor::descendants_of;
 use exec_server_mcp::http::HttpServer;
 use exec_server_mcp::stdio::StdioServer;
 use exec_server_mcp::{
@@ -18,6 +18,7 @@ use exec_server_mcp::{
 };
 use exec_server_protocol::PathUri;
 use exec_server_protocol::environment::EnvironmentInfo;
+use exec_server_sys::guardian;
 use exec_server_transport::Secret;
 use tokio::io::AsyncWriteExt as _;
 use tokio::signal::unix::{SignalKind, signal};
@@ -42,7 +43,7 @@ pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
     }
     if places.iter().any(|(_, place)| matches!(place, Place::Here)) {
         // Before any thread starts: it ends what a sudden death would leave behind.
-        guardian::split().context("cannot start the guardian")?;
+        guardian::split(descendants_of).context("cannot start the guardian")?;
     }
     log_to_stderr()?;
     let token = args.http_token_file.as_deref().map(token).transpose()?;
@@ -250,7 +251,7 @@ pub(super) fn run_proxy(args: McpProxyArgs) -> anyhow::Result<ExitCode> {
     let place = on::resolve(&args.server)?;
     if matches!(place, Place::Here) {
         // Before any thread starts: it ends what a sudden death would leave behind.
-        guardian::split().context("cannot start the guardian")?;
+        guardian::split(descendants_of).context("cannot start the guardian")?;
     }
     log_to_stderr()?;
     let runtime = runtime()?;

@@ -41,7 +41,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, bail};
 use clap::CommandFactory as _;
 use exec_server_client::ExecServerClient;
-use exec_server_executor::sys::memory;
+use exec_server_sys::memory;
 
 use args::{Args, Command, ServerArgs};
 use on::{Place, There};

@@ -10,7 +10,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use exec_server_executor::sys::own;
 use exec_server_protocol::text::{hex, shell_quoted};
 use exec_server_rendezvous::mailbox::Backlog;
 use exec_server_rendezvous::router::Router;
@@ -23,6 +22,7 @@ use exec_server_rendezvous::{Cluster, ClusterOptions, NatsRouter, NatsStore};
 use exec_server_rendezvous::{
     Config, Embedded, Local, Parts, Rendezvous, Role, RouterLimits, Tokens, is_environment_id,
 };
+use exec_server_sys::own;
 use exec_server_transport::Secret;
 use exec_server_transport::forwarded::TrustedProxies;
 use exec_server_transport::journal::Journal;

@@ -7,10 +7,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use exec_server_executor::sys::{guardian, own};
+use exec_server_executor::descendants_of;
 use exec_server_service::audit::Audit;
 use exec_server_service::trace::Tracer;
 use exec_server_service::{Guard, Lifetime, ListenUrl, Listener, Server, metrics};
+use exec_server_sys::{guardian, own};
 use exec_server_transport::stdio;
 use exec_server_transport::tls::TlsServer;
 use tokio::net::TcpListener;
@@ -36,7 +37,7 @@ pub(super) fn run(args: ServeArgs, idle: Option<Idle>) -> anyhow::Result<ExitCod
     // The guardian is as precious as the server.
     let protected = own::protect_from_lack_of_memory();
     // Before any thread: a fork copies only the calling thread. And before any secret is read.
-    guardian::split().context("cannot start the guardian")?;
+    guardian::split(descendants_of).context("cannot start the guardian")?;
     let log = log::start(&settings)?;
     let files = own::raise_open_files();
     tracing::debug!(

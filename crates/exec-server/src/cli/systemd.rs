@@ -5,7 +5,7 @@ use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::Duration;
 
-use exec_server_executor::sys::activation;
+use exec_server_sys::activation;
 
 use super::settings::variable;
 

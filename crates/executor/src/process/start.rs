@@ -23,9 +23,9 @@ use crate::limits::{self, Applied};
 use crate::log::{Log, Retention, Stream};
 use crate::sandbox::{self, Errand, Inside, Ledger, Prison, launcher};
 use crate::spec::{Prepared, Spec, StartError, Stdio, Timeout};
-use crate::sys::launch::{Launch, LaunchError, Step, launch};
-use crate::sys::poll;
 use crate::tree::{self, Leader, TAG_RESOURCE, Tag};
+use exec_server_sys::launch::{Launch, LaunchError, Step, launch};
+use exec_server_sys::poll;
 
 /// A running child process and everything that its supervisor needs.
 ///

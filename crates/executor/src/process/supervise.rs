@@ -27,7 +27,7 @@ use crate::sandbox::Ledger;
 use crate::sandbox::denial::{self, Facts};
 use crate::sandbox::placeholder::Placeholder;
 use crate::spec::Timeout;
-use crate::sys::reap::Usage;
+use exec_server_sys::reap::Usage;
 
 /// Bytes read from a child's pipes between its death and the `exited` entry. More than the capacity
 /// of any pipe, so that only output of descendants can follow `exited`.

@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 use super::plan::Text;
 use crate::fs::wire::path_of;
 use crate::fs::{self, Answer, Directory, FsError, Letter, Links, OpenFile, Walked};
-use crate::sys::confine;
+use exec_server_sys::confine;
 
 /// Maximum size of a frame, larger than any request or response.
 const MAX_FRAME_BYTES: usize = 1 << 30;

@@ -37,8 +37,8 @@ use super::host::{self, Host};
 use super::plan::{Base, Command, Confinement, Landlock, Listeners, Plan, Text};
 use super::standby::{self, Birth, Spares};
 use super::{Ledger, helper, view};
-use crate::sys::confine::{self, Fork, OneThread};
-use crate::sys::reap::Usage;
+use exec_server_sys::confine::{self, Fork, OneThread};
+use exec_server_sys::reap::Usage;
 
 /// First argument that makes an executable a launcher.
 pub(crate) const ARGUMENT: &CStr = c"--exec-server-sandbox-launcher";

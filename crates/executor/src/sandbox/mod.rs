@@ -50,9 +50,9 @@ use self::policy::{Context, Disk as _, Kind, Policy, RealDisk};
 pub(crate) use self::standby::Request;
 use self::standby::Standby;
 use crate::spec::{Prepared, PrivateNetwork, Spec, StartError};
-use crate::sys::launch::{Launch, launch};
-use crate::sys::reap::Usage;
 use crate::tree::{TAG_RESOURCE, Tag};
+use exec_server_sys::launch::{Launch, launch};
+use exec_server_sys::reap::Usage;
 
 /// Processes of a sandbox besides the command: the launcher and the first process of its
 /// namespaces.

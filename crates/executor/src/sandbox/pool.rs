@@ -27,7 +27,7 @@ use super::{Errand, confine};
 use crate::executor::Executor;
 use crate::fs::{Cancelled, FsError};
 use crate::spec::StartError;
-use crate::sys::poll;
+use exec_server_sys::poll;
 
 /// Maximum number of idle helpers.
 const MAX_IDLE: usize = 16;

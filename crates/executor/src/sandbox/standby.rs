@@ -35,7 +35,7 @@ use serde::{Deserialize, Serialize};
 use super::Errand;
 use super::launcher::{self, Order};
 use super::plan::Base;
-use crate::sys::confine::{self, Fork, OneThread};
+use exec_server_sys::confine::{self, Fork, OneThread};
 
 /// Process name of the standby launcher.
 pub(super) const NAME: &CStr = c"exec-standby";

@@ -20,7 +20,7 @@ use rustix::mount::{
 
 use super::launcher::{Failure, Step, failed, here};
 use super::plan::{Base, Mount, Namespaces, Root, Text, What};
-use crate::sys::confine;
+use exec_server_sys::confine;
 
 const READ_ONLY: u64 = 1;
 const NO_SUID: u64 = 2;

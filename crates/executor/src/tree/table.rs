@@ -23,7 +23,7 @@ use exec_server_sync::Mutex;
 use rustix::process::Pid;
 
 use super::{Leaders, TAG_RESOURCE, Tag};
-use crate::sys::{probe, rlimit};
+use exec_server_sys::{probe, rlimit};
 
 /// Pids below the latest one that are read again: a process gets its pid a moment before it becomes
 /// visible. Each processor can be in that moment once, and so can preempted tasks.

@@ -21,7 +21,6 @@ use tokio::io::unix::AsyncFd;
 
 use super::WatchError;
 use super::tree::{init, is_gone};
-use crate::sys;
 
 /// Wait for one of several missing paths to appear, or for an existing path to change.
 #[derive(Debug)]
@@ -74,7 +73,7 @@ impl Missing {
         missing: Vec<PathBuf>,
         present: Option<PathBuf>,
     ) -> Result<Option<Self>, WatchError> {
-        let inotify = sys::poll::register(init()?, Interest::READABLE)
+        let inotify = exec_server_sys::poll::register(init()?, Interest::READABLE)
             .map_err(super::super::at(Path::new("inotify")))?;
         let mut watch = Self {
             inotify: Arc::new(inotify),

@@ -2,19 +2,18 @@
 //! reaping with resource usage, socket options, inherited sockets, the guardian process and
 //! allocator settings.
 //!
-//! The only module of the workspace with unsafe code; each block states why it is sound.
-
-#![allow(unsafe_code)]
+//! The only crate of the workspace with unsafe code; each block states why it is sound.
 
 pub mod activation;
-pub(crate) mod child_ends;
-pub(crate) mod confine;
+pub mod child_ends;
+pub mod confine;
 pub mod guardian;
-pub(crate) mod launch;
+pub mod launch;
 pub mod memory;
 pub mod own;
+#[cfg(feature = "tokio")]
 pub mod poll;
-pub(crate) mod probe;
-pub(crate) mod reap;
-pub(crate) mod rlimit;
+pub mod probe;
+pub mod reap;
+pub mod rlimit;
 pub mod socket;

@@ -4,7 +4,7 @@ use std::io;
 
 /// Returns whether a process has this id. Returns false for an unused id, and for the id of a
 /// thread other than the main thread of its process.
-pub(crate) fn is_process(number: i32) -> bool {
+pub fn is_process(number: i32) -> bool {
     // SAFETY: signal 0 is not delivered, and the call takes no pointers.
     let result = unsafe { libc::syscall(libc::SYS_tgkill, number, number, 0) };
     // A process exists even if this user may not signal it.
@@ -12,7 +12,7 @@ pub(crate) fn is_process(number: i32) -> bool {
 }
 
 /// Clock ticks per second, the unit of times in `/proc`.
-pub(crate) fn ticks_per_second() -> u64 {
+pub fn ticks_per_second() -> u64 {
     // SAFETY: takes no pointers.
     let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
     // If the C library does not report it: the kernel's constant on nearly all architectures.

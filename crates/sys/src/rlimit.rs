@@ -10,7 +10,7 @@ use rustix::process::Pid;
 /// # Errors
 ///
 /// If the process does not exist or belongs to another user.
-pub(crate) fn hard(pid: Option<Pid>, resource: u32) -> io::Result<u64> {
+pub fn hard(pid: Option<Pid>, resource: u32) -> io::Result<u64> {
     let mut limit = libc::rlimit64 {
         rlim_cur: 0,
         rlim_max: 0,

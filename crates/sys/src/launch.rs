@@ -14,43 +14,58 @@ use std::ptr;
 use rustix::process::Pid;
 
 /// Parameters of a launch. The child reads them while the parent waits.
-pub(crate) struct Launch<'a> {
+pub struct Launch<'a> {
     /// Paths to execute: the first that exists is used, as in a search of `PATH`.
-    pub(crate) candidates: &'a [&'a CStr],
-    pub(crate) argv: &'a [&'a CStr],
-    pub(crate) env: &'a [&'a CStr],
-    pub(crate) cwd: &'a CStr,
-    pub(crate) stdin: BorrowedFd<'a>,
-    pub(crate) stdout: BorrowedFd<'a>,
-    pub(crate) stderr: BorrowedFd<'a>,
+    pub candidates: &'a [&'a CStr],
+    /// Arguments, beginning with the program's name.
+    pub argv: &'a [&'a CStr],
+    /// Environment, as `NAME=value`.
+    pub env: &'a [&'a CStr],
+    /// Working directory.
+    pub cwd: &'a CStr,
+    /// Standard input.
+    pub stdin: BorrowedFd<'a>,
+    /// Standard output.
+    pub stdout: BorrowedFd<'a>,
+    /// Standard error.
+    pub stderr: BorrowedFd<'a>,
     /// Make standard input the controlling terminal.
-    pub(crate) controlling_terminal: bool,
+    pub controlling_terminal: bool,
     /// Resource limits: resource, and the value for both the soft and the hard limit.
-    pub(crate) limits: &'a [(u32, u64)],
+    pub limits: &'a [(u32, u64)],
     /// Open `cgroup.procs` files of the groups to join.
-    pub(crate) groups: &'a [BorrowedFd<'a>],
+    pub groups: &'a [BorrowedFd<'a>],
     /// Additional descriptors for the program, numbered from 3 on. In this process none of them may
     /// have one of these target numbers.
-    pub(crate) extra: &'a [BorrowedFd<'a>],
+    pub extra: &'a [BorrowedFd<'a>],
 }
 
 /// The step at which a launch failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Step {
+pub enum Step {
+    /// Creating the child.
     Clone,
+    /// Making standard input the controlling terminal.
     Terminal,
+    /// Placing the descriptors.
     Descriptors,
+    /// Changing to the working directory.
     Directory,
+    /// Setting this resource limit.
     Limit(u32),
+    /// Joining a control group.
     Group,
+    /// Executing the program.
     Execute,
 }
 
 /// Launch failure. The child has been reaped.
 #[derive(Debug)]
-pub(crate) struct LaunchError {
-    pub(crate) step: Step,
-    pub(crate) source: io::Error,
+pub struct LaunchError {
+    /// The step that failed.
+    pub step: Step,
+    /// The error of the system call.
+    pub source: io::Error,
 }
 
 /// Launch parameters, and the failure that the child writes into the parent's memory before it
@@ -75,7 +90,7 @@ thread_local! {
 /// # Errors
 ///
 /// The step that failed; no process is left.
-pub(crate) fn launch(launch: &Launch<'_>) -> Result<(Pid, OwnedFd), LaunchError> {
+pub fn launch(launch: &Launch<'_>) -> Result<(Pid, OwnedFd), LaunchError> {
     let pointers = |list: &[&CStr]| -> Vec<*const c_char> {
         list.iter()
             .map(|text| text.as_ptr())

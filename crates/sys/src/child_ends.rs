@@ -9,7 +9,7 @@ use std::os::fd::{FromRawFd as _, OwnedFd};
 use std::ptr;
 
 /// Adds SIGCHLD to a set of blocked signals.
-pub(super) fn block_in(mask: &mut libc::sigset_t) {
+pub(crate) fn block_in(mask: &mut libc::sigset_t) {
     // SAFETY: a pointer to an initialised signal set.
     unsafe { libc::sigaddset(mask, libc::SIGCHLD) };
 }
@@ -21,7 +21,7 @@ pub(super) fn block_in(mask: &mut libc::sigset_t) {
 /// # Errors
 ///
 /// If the kernel cannot create the signalfd.
-pub(crate) fn descriptor() -> io::Result<Option<OwnedFd>> {
+pub fn descriptor() -> io::Result<Option<OwnedFd>> {
     // SAFETY: sigset_t is plain data; both sets are filled before use. A null new mask changes
     // nothing.
     let (child, is_blocked) = unsafe {

@@ -59,7 +59,7 @@ pub fn raise_open_files() -> u64 {
 ///
 /// Must run in a child that has an unused descriptor number; it makes only system calls. The score
 /// and the limits of a child are separate, even if it shares memory with this process after vfork.
-pub(super) unsafe fn restore() {
+pub(crate) unsafe fn restore() {
     if let Some(before) = SCORE.get() {
         // SAFETY: a NUL-terminated path, and a buffer that lives as long as the program.
         unsafe {

@@ -7,20 +7,24 @@ use serde::{Deserialize, Serialize};
 
 /// How a reaped child ended, and its resource usage.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Reaped {
+pub struct Reaped {
     /// Exit status, or `None` if a signal ended the child.
-    pub(crate) code: Option<i32>,
+    pub code: Option<i32>,
     /// The signal that ended it.
-    pub(crate) signal: Option<i32>,
-    pub(crate) usage: Usage,
+    pub signal: Option<i32>,
+    /// Resources that the child and its reaped children have used.
+    pub usage: Usage,
 }
 
 /// Resource usage of a process, including the children that it has waited for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Usage {
-    pub(crate) user_micros: u64,
-    pub(crate) system_micros: u64,
-    pub(crate) max_rss_bytes: u64,
+pub struct Usage {
+    /// Processor time in user mode, in microseconds.
+    pub user_micros: u64,
+    /// Processor time in the kernel, in microseconds.
+    pub system_micros: u64,
+    /// Largest resident memory of any one process.
+    pub max_rss_bytes: u64,
 }
 
 impl From<libc::rusage> for Usage {
@@ -39,7 +43,7 @@ impl From<libc::rusage> for Usage {
 /// # Errors
 ///
 /// `ECHILD` if it is not a child of this process, or if other code has already reaped it.
-pub(crate) fn try_reap(pid: Pid) -> io::Result<Option<Reaped>> {
+pub fn try_reap(pid: Pid) -> io::Result<Option<Reaped>> {
     let mut status = 0;
     // SAFETY: `rusage` is a plain C struct for which all zeroes is a valid value.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
@@ -68,7 +72,7 @@ fn micros(time: libc::timeval) -> u64 {
 }
 
 /// Returns an ended child that has not been reaped, and does not reap it.
-pub(crate) fn any_ended() -> Option<Pid> {
+pub fn any_ended() -> Option<Pid> {
     // SAFETY: siginfo_t is plain data, valid when zeroed.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
     let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;

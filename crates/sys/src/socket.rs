@@ -5,7 +5,9 @@ use std::ffi::{c_int, c_void};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _};
 
+#[cfg(feature = "tokio")]
 use rustix::net::{RecvFlags, recv};
+#[cfg(feature = "tokio")]
 use tokio::io::ReadBuf;
 
 /// Makes the kernel report a connection only after its peer has sent data, or after `seconds`: one
@@ -58,6 +60,7 @@ fn set(socket: impl AsFd, option: c_int, value: c_int) -> io::Result<()> {
 /// # Errors
 ///
 /// `WouldBlock` if there is no data, or the error of the socket.
+#[cfg(feature = "tokio")]
 pub fn receive(socket: impl AsFd, buffer: &mut ReadBuf<'_>) -> io::Result<usize> {
     // SAFETY: only the kernel writes through this slice, so initialised bytes stay initialised.
     let free = unsafe { buffer.unfilled_mut() };

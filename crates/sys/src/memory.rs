@@ -80,7 +80,7 @@ static RETURNING: AtomicBool = AtomicBool::new(false);
 /// Counts memory that an ended process has freed. Above [`RETURNED_BYTES`], a thread returns the
 /// allocator's free memory to the system: otherwise the allocator would keep the memory of a burst
 /// of processes, because a few live blocks lie above the free ones.
-pub(crate) fn freed(bytes: usize) {
+pub fn freed(bytes: usize) {
     let freed = FREED.fetch_add(bytes, Ordering::Relaxed) + bytes;
     if freed < RETURNED_BYTES || RETURNING.swap(true, Ordering::Relaxed) {
         return;

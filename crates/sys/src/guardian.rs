@@ -21,9 +21,11 @@ use std::io;
 use std::ptr;
 use std::time::Duration;
 
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal};
 
 /// Splits this process into guardian and server; returns in the server only.
+///
+/// `descendants_of` lists the living descendants of a process, for the guardian to kill.
 ///
 /// If the guardian dies, the server receives SIGTERM. The server runs in a new session without a
 /// controlling terminal: it can read and write the terminal behind its standard streams, and
@@ -36,7 +38,7 @@ use rustix::process::Signal;
 /// # Panics
 ///
 /// If this process has more than one thread: call it at the beginning of `main`.
-pub fn split() -> io::Result<()> {
+pub fn split(descendants_of: fn(Pid) -> Vec<Pid>) -> io::Result<()> {
     let threads = std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
     assert!(
         threads == 1,
@@ -66,7 +68,7 @@ pub fn split() -> io::Result<()> {
             Ok(())
         }
         server => {
-            let code = guard(server);
+            let code = guard(server, descendants_of);
             // SAFETY: ends the guardian without running the handlers that belong to the server.
             unsafe { libc::_exit(code) }
         }
@@ -74,7 +76,7 @@ pub fn split() -> io::Result<()> {
 }
 
 /// Waits for the server to end and forwards signals to it, then kills the remaining descendants.
-fn guard(server: c_int) -> c_int {
+fn guard(server: c_int, descendants_of: fn(Pid) -> Vec<Pid>) -> c_int {
     // The guardian must not hold the server's standard streams open: their readers must see the end
     // of the stream when the server closes them.
     for fd in 0..3 {
@@ -104,7 +106,7 @@ fn guard(server: c_int) -> c_int {
             _ => {}
         }
     };
-    end_orphans();
+    end_orphans(descendants_of);
     if libc::WIFEXITED(status) {
         libc::WEXITSTATUS(status)
     } else {
@@ -128,14 +130,14 @@ fn reap(server: c_int) -> Option<c_int> {
 }
 
 /// Kills descendants until none is left.
-fn end_orphans() {
+fn end_orphans(descendants_of: fn(Pid) -> Vec<Pid>) {
     /// Time to wait for more children to end before descendants are listed again: the first pause,
     /// and the longest, for processes that cannot be killed.
     const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
     let own = rustix::process::getpid();
     let mut pause = PAUSES.0;
     loop {
-        for pid in crate::tree::descendants_of(own) {
+        for pid in descendants_of(own) {
             let _ = rustix::process::kill_process(pid, Signal::KILL);
         }
         // Listing is slow if there are many descendants, so reap every child that ends first.

@@ -15,18 +15,18 @@ use super::reap::Usage;
 
 /// Proof that this process has a single thread.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct OneThread(());
+pub struct OneThread(());
 
 impl OneThread {
     /// Counts the threads. Returns `None` if there are others or if `/proc` cannot be read.
-    pub(crate) fn check() -> Option<Self> {
+    pub fn check() -> Option<Self> {
         let threads = std::fs::read_dir("/proc/self/task").ok()?.count();
         (threads == 1).then_some(Self(()))
     }
 }
 
 /// The process in which a fork returned.
-pub(crate) enum Fork {
+pub enum Fork {
     /// In the child process.
     Child,
     /// In the parent process, with the pid of the child.
@@ -34,7 +34,7 @@ pub(crate) enum Fork {
 }
 
 /// Forks; `flags` are the namespaces that are created for the child.
-pub(crate) fn fork(_: OneThread, flags: c_int) -> io::Result<Fork> {
+pub fn fork(_: OneThread, flags: c_int) -> io::Result<Fork> {
     let flags = flags | libc::SIGCHLD;
     // SAFETY: without CLONE_VM and without a stack this is fork: the child has a copy of all
     // memory. This process has one thread, so no lock is held by a thread that does not exist in
@@ -55,7 +55,7 @@ pub(crate) fn fork(_: OneThread, flags: c_int) -> io::Result<Fork> {
 ///
 /// This process continues only after the child has executed another program or has exited with the
 /// return value of `work`. It avoids copying memory, which is the largest part of the cost of fork.
-pub(crate) fn lend(_: OneThread, mut work: impl FnMut() -> c_int) -> io::Result<Pid> {
+pub fn lend(_: OneThread, mut work: impl FnMut() -> c_int) -> io::Result<Pid> {
     /// Size of the child's stack in words: 256 KiB, of which only touched pages are allocated.
     const STACK: usize = 16 << 10;
 
@@ -88,12 +88,12 @@ pub(crate) fn lend(_: OneThread, mut work: impl FnMut() -> c_int) -> io::Result<
 }
 
 /// Forks a process whose parent is the parent of this process.
-pub(crate) fn fork_sibling(token: OneThread) -> io::Result<Fork> {
+pub fn fork_sibling(token: OneThread) -> io::Result<Fork> {
     fork(token, libc::CLONE_PARENT)
 }
 
 /// Gives these descriptors the numbers from 0 on, and closes all others.
-pub(crate) fn only(_: OneThread, files: Vec<OwnedFd>) -> io::Result<()> {
+pub fn only(_: OneThread, files: Vec<OwnedFd>) -> io::Result<()> {
     let count = c_int::try_from(files.len()).map_err(io::Error::other)?;
     // Move them above the numbers that they will get.
     let high: io::Result<Vec<OwnedFd>> = files
@@ -121,17 +121,14 @@ pub(crate) fn only(_: OneThread, files: Vec<OwnedFd>) -> io::Result<()> {
 }
 
 /// Returns duplicates of the standard streams.
-pub(crate) fn streams() -> io::Result<[OwnedFd; 3]> {
+pub fn streams() -> io::Result<[OwnedFd; 3]> {
     use rustix::stdio::{stderr, stdin, stdout};
     let copy = |stream| rustix::io::fcntl_dupfd_cloexec(stream, 3);
     Ok([copy(stdin())?, copy(stdout())?, copy(stderr())?])
 }
 
 /// Makes the first three of these descriptors the standard streams.
-pub(crate) fn take_streams(
-    _: OneThread,
-    files: &mut impl Iterator<Item = OwnedFd>,
-) -> io::Result<()> {
+pub fn take_streams(_: OneThread, files: &mut impl Iterator<Item = OwnedFd>) -> io::Result<()> {
     for (target, file) in (0..3).zip(files) {
         // SAFETY: an open descriptor; the standard streams are used by number only.
         if unsafe { libc::dup2(file.as_raw_fd(), target) } < 0 {
@@ -142,7 +139,7 @@ pub(crate) fn take_streams(
 }
 
 /// Takes ownership of an inherited descriptor, and sets close-on-exec on it.
-pub(crate) fn inherited(_: OneThread, fd: RawFd) -> io::Result<OwnedFd> {
+pub fn inherited(_: OneThread, fd: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: plain system call; a number that is not an open descriptor gives an error.
     if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
         return Err(io::Error::last_os_error());
@@ -155,7 +152,7 @@ pub(crate) fn inherited(_: OneThread, fd: RawFd) -> io::Result<OwnedFd> {
 /// Kills every other process of the PID namespace, if this process is its first process.
 ///
 /// In any other process the call does nothing: `kill(-1)` would reach all processes of the user.
-pub(crate) fn end_namespace(_: OneThread) {
+pub fn end_namespace(_: OneThread) {
     if std::process::id() == 1 {
         // SAFETY: plain system call; it does not signal the caller.
         unsafe { libc::kill(-1, libc::SIGKILL) };
@@ -163,7 +160,7 @@ pub(crate) fn end_namespace(_: OneThread) {
 }
 
 /// Returns the resource usage of the children that this process has reaped, with their descendants.
-pub(crate) fn used_by_children() -> Usage {
+pub fn used_by_children() -> Usage {
     // SAFETY: `rusage` is a plain C struct for which all zeroes is a valid value.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
     // SAFETY: a pointer to a live, writable local of the right type.
@@ -173,7 +170,7 @@ pub(crate) fn used_by_children() -> Usage {
 
 /// Closes the standard streams. They belong to the command: while another process holds them,
 /// readers at the other end do not see the end of the stream.
-pub(crate) fn close_streams(_: OneThread) {
+pub fn close_streams(_: OneThread) {
     for fd in 0..3 {
         // SAFETY: nothing in this process uses the standard streams after this call.
         unsafe { libc::close(fd) };
@@ -181,7 +178,7 @@ pub(crate) fn close_streams(_: OneThread) {
 }
 
 /// Sets and clears attributes of a mount, and with `AT_RECURSIVE` of all mounts below it.
-pub(crate) fn mount_attributes(
+pub fn mount_attributes(
     at: impl AsFd,
     path: &CStr,
     flags: u32,
@@ -219,7 +216,7 @@ pub(crate) fn mount_attributes(
 }
 
 /// Returns the Landlock ABI version, or 0 without Landlock.
-pub(crate) fn landlock_version() -> u32 {
+pub fn landlock_version() -> u32 {
     const VERSION: c_int = 1;
     // SAFETY: with this flag the kernel reads no memory of this process.
     let version = unsafe {
@@ -234,7 +231,7 @@ pub(crate) fn landlock_version() -> u32 {
 }
 
 /// Returns whether the kernel supports seccomp filters.
-pub(crate) fn has_seccomp() -> bool {
+pub fn has_seccomp() -> bool {
     let action = libc::SECCOMP_RET_ERRNO;
     // SAFETY: the kernel reads one word from a live local.
     let result = unsafe {
@@ -250,7 +247,7 @@ pub(crate) fn has_seccomp() -> bool {
 
 /// Drops all capabilities from the bounding set, for this process and every program that it
 /// executes.
-pub(crate) fn empty_bounding_set() -> io::Result<()> {
+pub fn empty_bounding_set() -> io::Result<()> {
     for capability in 0..64 {
         // SAFETY: plain system call without pointers.
         if unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) } < 0 {
@@ -266,7 +263,7 @@ pub(crate) fn empty_bounding_set() -> io::Result<()> {
 }
 
 /// Sets the soft and hard value of a resource limit.
-pub(crate) fn limit(resource: u32, value: u64) -> io::Result<()> {
+pub fn limit(resource: u32, value: u64) -> io::Result<()> {
     let limit = libc::rlimit64 {
         rlim_cur: value,
         rlim_max: value,
@@ -279,7 +276,7 @@ pub(crate) fn limit(resource: u32, value: u64) -> io::Result<()> {
 }
 
 /// Sets every signal to its default action, in this process and its future children.
-pub(crate) fn default_signals(_: OneThread) {
+pub fn default_signals(_: OneThread) {
     static DONE: AtomicBool = AtomicBool::new(false);
     // Nothing in this program changes an action afterwards, and forked processes inherit both the
     // actions and this flag.
@@ -304,12 +301,12 @@ pub(crate) fn default_signals(_: OneThread) {
 }
 
 /// Blocks all signals that can be blocked, in this process and its future children.
-pub(crate) fn hold_signals(_: OneThread) {
+pub fn hold_signals(_: OneThread) {
     mask(libc::SIG_SETMASK, u64::MAX);
 }
 
 /// Unblocks all signals.
-pub(crate) fn release_signals(_: OneThread) {
+pub fn release_signals(_: OneThread) {
     mask(libc::SIG_SETMASK, 0);
 }
 
@@ -328,13 +325,13 @@ fn mask(how: c_int, signals: u64) {
 }
 
 /// Exits immediately, without running exit handlers.
-pub(crate) fn exit(code: c_int) -> ! {
+pub fn exit(code: c_int) -> ! {
     // SAFETY: ends the process.
     unsafe { libc::_exit(code) }
 }
 
 /// Ends this process by a signal, to report the same death as another process.
-pub(crate) fn die_by(token: OneThread, signal: c_int) -> ! {
+pub fn die_by(token: OneThread, signal: c_int) -> ! {
     default_signals(token);
     if (1..=64).contains(&signal) {
         // Only this signal: another pending signal could end the process first.
@@ -350,7 +347,7 @@ pub(crate) fn die_by(token: OneThread, signal: c_int) -> ! {
 
 /// Executes the first candidate that exists. Returns only if none could be executed, with the
 /// error.
-pub(crate) fn execute(candidates: &[CString], argv: &[CString], env: &[CString]) -> io::Error {
+pub fn execute(candidates: &[CString], argv: &[CString], env: &[CString]) -> io::Error {
     let pointers = |list: &[CString]| -> Vec<*const c_char> {
         list.iter()
             .map(|text| text.as_ptr())
@@ -378,14 +375,14 @@ pub(crate) fn execute(candidates: &[CString], argv: &[CString], env: &[CString])
 }
 
 /// Sets close-on-exec on every descriptor except the standard streams.
-pub(crate) fn close_on_exec() {
+pub fn close_on_exec() {
     const CLOEXEC: c_int = 4;
     // SAFETY: plain system call without pointers.
     unsafe { libc::syscall(libc::SYS_close_range, 3, c_int::MAX, CLOEXEC) };
 }
 
 /// Brings the loopback interface of this process's network namespace up.
-pub(crate) fn loopback_up() -> io::Result<()> {
+pub fn loopback_up() -> io::Result<()> {
     let socket = rustix::net::socket_with(
         rustix::net::AddressFamily::INET,
         rustix::net::SocketType::DGRAM,
