@@ -83,6 +83,8 @@ fn guard(server: c_int, descendants_of: fn(Pid) -> Vec<Pid>) -> c_int {
         // SAFETY: closing a standard stream that nothing in this process will use again.
         unsafe { libc::close(fd) };
     }
+    // Of the code that ran so far, the guardian needs a few pages.
+    super::memory::release_program_text();
     // SAFETY: sigset_t is plain data; sigfillset fills it before use.
     let mut all: libc::sigset_t = unsafe { std::mem::zeroed() };
     // SAFETY: a pointer to a live local.

@@ -1,5 +1,5 @@
-//! Allocator settings of this process: large buffers, and when free memory is returned to the
-//! system.
+//! Memory of this process: large buffers, and when free memory and program text are returned to
+//! the system.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -107,5 +107,62 @@ fn return_free_memory() {
     // SAFETY: the function takes the allocator's own locks and touches free memory only.
     unsafe {
         libc::malloc_trim(0);
+    }
+}
+
+/// Removes the program text of this process from its resident memory. The kernel maps the pages
+/// that are still needed again, from its page cache.
+///
+/// Start-up runs much code once (arguments, settings, certificates), and its pages would stay
+/// mapped for as long as the process lives.
+pub fn release_program_text() {
+    #[cfg(target_os = "linux")]
+    for (start, bytes) in
+        text_mappings(&std::fs::read_to_string("/proc/self/maps").unwrap_or_default())
+    {
+        // SAFETY: the range is a private mapping of a file that is not writable and never was:
+        // pages that are dropped have the same content when they are read again.
+        unsafe { libc::madvise(start as *mut libc::c_void, bytes, libc::MADV_DONTNEED) };
+    }
+}
+
+/// Returns start and size of each executable mapping of a file in the text of `/proc/PID/maps`.
+#[cfg(target_os = "linux")]
+fn text_mappings(maps: &str) -> Vec<(usize, usize)> {
+    let parse = |line: &str| {
+        let mut fields = line.split_ascii_whitespace();
+        let (range, rights) = (fields.next()?, fields.next()?);
+        // The fields between them are offset, device and inode.
+        let is_file = fields.nth(3).is_some_and(|path| path.starts_with('/'));
+        let (start, end) = range.split_once('-')?;
+        let address = |text| usize::from_str_radix(text, 16).ok();
+        let (start, end) = (address(start)?, address(end)?);
+        (rights == "r-xp" && is_file).then(|| (start, end.saturating_sub(start)))
+    };
+    maps.lines().filter_map(parse).collect()
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_mappings_are_private_executable_files_only() {
+        let maps = "\
+            55d0c0000000-55d0c0001000 r--p 00000000 fe:00 11 /usr/bin/exec-server\n\
+            55d0c0001000-55d0c0003000 r-xp 00001000 fe:00 11 /usr/bin/exec-server\n\
+            55d0c0003000-55d0c0004000 rw-p 00003000 fe:00 11 /usr/bin/exec-server\n\
+            7f0000000000-7f0000001000 rwxp 00000000 00:00 0 \n\
+            7f0000002000-7f0000003000 r-xp 00000000 00:00 0 [vdso]\n\
+            7f0000004000-7f0000005000 r-xs 00000000 fe:00 12 /usr/lib/shared.so\n";
+        assert_eq!(text_mappings(maps), [(0x55d0_c000_1000, 0x2000)]);
+    }
+
+    #[test]
+    fn code_runs_after_the_program_text_was_released() {
+        release_program_text();
+        assert_eq!(text_mappings("").len(), 0);
+        // Parsing and allocation run on pages that are mapped anew.
+        assert!(!text_mappings(&std::fs::read_to_string("/proc/self/maps").unwrap()).is_empty());
     }
 }

@@ -11,7 +11,7 @@ use exec_server_executor::descendants_of;
 use exec_server_service::audit::Audit;
 use exec_server_service::trace::Tracer;
 use exec_server_service::{Guard, Lifetime, ListenUrl, Listener, Server, metrics};
-use exec_server_sys::{guardian, own};
+use exec_server_sys::{guardian, memory, own};
 use exec_server_transport::stdio;
 use exec_server_transport::tls::TlsServer;
 use tokio::net::TcpListener;
@@ -26,6 +26,9 @@ use super::{access, remote, systemd};
 
 /// How often certificates are checked for changes.
 const CERTIFICATE_PERIOD: Duration = Duration::from_secs(5);
+
+/// Time after which the code of start-up has run, and its pages leave the resident memory.
+const START_UP: Duration = Duration::from_secs(1);
 
 /// Serves until SIGTERM or SIGINT; a daemon also until it was unused for its idle timeout.
 pub(super) fn run(args: ServeArgs, idle: Option<Idle>) -> anyhow::Result<ExitCode> {
@@ -92,6 +95,10 @@ async fn serve(
         .executor()
         .adopt_orphans()
         .context("cannot adopt orphans")?;
+    tokio::spawn(async {
+        tokio::time::sleep(START_UP).await;
+        memory::release_program_text();
+    });
     if settings.is_remote() {
         let metrics = metrics_listener(&settings).await?;
         let _metrics =

@@ -50,7 +50,7 @@ const RULES: &[Rule] = &[
     // The file system.
     Rule {
         name: "fs",
-        homes: &["crates/executor/src/fs/"],
+        homes: &["crates/executor/src/fs/", "crates/sys/src/"],
         bans: |found| match found {
             Use::Path(path) => match &path.iter().map(String::as_str).collect::<Vec<_>>()[..] {
                 ["std" | "tokio", "fs", .., function] | ["std", "os", "unix", "fs", function] => {
