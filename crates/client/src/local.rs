@@ -9,12 +9,12 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use exec_server_engine::ApiError;
+use exec_server_engine::snapshot::{Snapshots, Wanted};
+use exec_server_engine::{ApiError, request};
 use exec_server_executor::conditions::Conditions;
 use exec_server_executor::log::EntryKind;
 use exec_server_executor::process::{End, Scope, Written};
-use exec_server_executor::snapshot::{Snapshots, Wanted};
-use exec_server_executor::{Executor, Process, StartError, report, request, signal as signals};
+use exec_server_executor::{Executor, Process, StartError, report, signal as signals};
 use exec_server_http::{HttpClient, HttpConfig};
 use exec_server_network::{Decision, PolicyDecider, ProcessNetwork, Proxy};
 use exec_server_protocol::PathUri;

@@ -1,9 +1,17 @@
 //! Execution of requests on this machine, without a connection.
 //!
-//! So far it has only the error type of requests, and the conversions from the errors of the
-//! libraries that execute them. Servers and the client's local backend share it, so that an error
-//! has the same code and message in both.
+//! Servers and the client's local backend share it, so that a request has the same effect, and an
+//! error the same code and message, in both. It validates requests ([`request`]), builds the
+//! environment of processes ([`env`]), restores shell snapshots ([`snapshot`]), reads configuration
+//! files ([`configuration`]), and finds plugins and skills ([`capability`]). Sessions, connections
+//! and the order of messages are handled in `service`.
 
+pub mod capability;
+pub mod configuration;
+pub mod env;
 mod error;
+pub mod host;
+pub mod request;
+pub mod snapshot;
 
 pub use error::ApiError;

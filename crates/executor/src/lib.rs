@@ -8,22 +8,16 @@ compile_error!(
     "exec-server-executor supports Linux only: it needs pidfds, /proc and vfork-style clone"
 );
 
-pub mod capability;
 pub mod conditions;
-pub mod configuration;
-pub mod env;
 mod executor;
 pub mod fs;
-pub mod host;
 pub mod limits;
 pub mod log;
 mod look;
 pub mod process;
 pub mod report;
-pub mod request;
 pub mod sandbox;
 pub mod signal;
-pub mod snapshot;
 pub mod spec;
 mod tree;
 

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use exec_server_executor::configuration::ConfigFiles;
+use exec_server_engine::configuration::ConfigFiles;
+use exec_server_engine::snapshot::CAPTURE_TIME;
 use exec_server_executor::log::Retention;
-use exec_server_executor::snapshot::CAPTURE_TIME;
 use exec_server_http::HttpConfig;
 use exec_server_transport::keepalive::KeepaliveConfig;
 

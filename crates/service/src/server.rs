@@ -6,8 +6,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use exec_server_engine::snapshot::Snapshots;
 use exec_server_executor::fs::watch::Hub;
-use exec_server_executor::snapshot::Snapshots;
 use exec_server_executor::{Executor, ExecutorConfig, ExecutorLimits, process};
 use exec_server_http::{HttpClient, HttpConfig};
 use exec_server_protocol::environment::EnvironmentInfo;

@@ -14,9 +14,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use exec_server_engine::snapshot::Snapshots;
 use exec_server_executor::Process;
 use exec_server_executor::process::Written;
-use exec_server_executor::snapshot::Snapshots;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::process::WriteStatus;
 use exec_server_sync::Mutex;

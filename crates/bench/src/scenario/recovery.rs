@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
-use exec_server_client::executor::{Executor, ExecutorConfig, request};
+use exec_server_client::executor::{Executor, ExecutorConfig};
 use exec_server_client::{
     ExecBackend as _, ExecProcess, ExecProcessEvent, ExecProcessEvents, ExecServerClient,
     ExecServerClientConnectOptions, LocalBackend, RemoteExecServerConnectArgs,
 };
+use exec_server_engine::request;
 use exec_server_protocol::process::{Output, OutputParams, StartParams, Stream, WaitUntil};
 use exec_server_protocol::{Notification as _, PathUri};
 use exec_server_transport::keepalive::KeepaliveConfig;

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use exec_server_executor::capability;
+use exec_server_engine::capability;
+use exec_server_engine::host;
+use exec_server_executor::Executor;
 use exec_server_executor::sandbox::files::Intent;
-use exec_server_executor::{Executor, host};
 use exec_server_protocol::capability::{DiscoveredRoot, MAX_ROOTS, PARALLEL_ROOTS, RootParams};
 use exec_server_protocol::codes;
 use exec_server_protocol::environment::EnvironmentInfo;

@@ -6,10 +6,11 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
-use exec_server_client::executor::{Executor, ExecutorConfig, host};
+use exec_server_client::executor::{Executor, ExecutorConfig};
 use exec_server_client::{
     BoxFuture, ExecBackend, ExecutorFileSystem, LocalBackend, LocalFileSystem,
 };
+use exec_server_engine::host;
 use exec_server_executor::descendants_of;
 use exec_server_mcp::http::HttpServer;
 use exec_server_mcp::stdio::StdioServer;

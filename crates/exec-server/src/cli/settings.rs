@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use exec_server_executor::configuration::ConfigFiles;
-use exec_server_executor::host;
+use exec_server_engine::configuration::ConfigFiles;
+use exec_server_engine::host;
 use exec_server_executor::log::Retention;
 use exec_server_http::{DEFAULT_DENY, HttpConfig, ProxyChoice, Rules};
 use exec_server_service::{DEFAULT_LISTEN_URL, ExecServerConfig, ListenUrl, auth};

@@ -442,7 +442,7 @@ impl Process {
     }
 
     /// Whether all its descendants have ended.
-    pub(crate) async fn is_alone(&self) -> bool {
+    pub async fn is_alone(&self) -> bool {
         self.members().await.is_empty()
     }
 

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use exec_server_executor::capability;
+use exec_server_engine::capability;
 use exec_server_executor::fs::FsError;
 use exec_server_executor::sandbox::files::{Files, Intent};
 use exec_server_protocol::PathUri;

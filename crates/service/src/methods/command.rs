@@ -3,9 +3,10 @@
 
 use std::path::PathBuf;
 
+use exec_server_engine::{env, request};
 use exec_server_executor::log::Retention;
 use exec_server_executor::process::End;
-use exec_server_executor::{Size, Spec, Stdio, env, request};
+use exec_server_executor::{Size, Spec, Stdio};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::command::{
     ExecParams, ExecResult, TerminateParams, TerminateResult, WriteParams, WriteResult,

@@ -4,8 +4,9 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use exec_server_executor::configuration::ConfigError;
-use exec_server_executor::{Executor, host};
+use exec_server_engine::configuration::ConfigError;
+use exec_server_engine::host;
+use exec_server_executor::Executor;
 use exec_server_protocol::environment::{
     ConfigReadParams, ConfigReadResult, EnvironmentInfo, EnvironmentStatus, Readiness,
 };

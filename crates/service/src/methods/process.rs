@@ -3,11 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
+use exec_server_engine::request;
+use exec_server_engine::snapshot::Wanted;
 use exec_server_executor::conditions::Conditions;
 use exec_server_executor::log::Log;
 use exec_server_executor::process::{End, Scope};
-use exec_server_executor::snapshot::Wanted;
-use exec_server_executor::{Process, Spec, report, request, signal as signals};
+use exec_server_executor::{Process, Spec, report, signal as signals};
 use exec_server_network as network;
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::method::Empty;

@@ -13,6 +13,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
         "bench",
         &[
             "client",
+            "engine",
             "http",
             "protocol",
             "relay",
@@ -22,11 +23,12 @@ const ALLOWED: &[(&str, &[&str])] = &[
         ],
     ),
     ("client", &["engine", "protocol", "sync", "transport"]),
-    ("engine", &["executor", "http", "protocol"]),
+    ("engine", &["executor", "http", "protocol", "sync"]),
     (
         "exec-server",
         &[
             "client",
+            "engine",
             "executor",
             "http",
             "mcp",

@@ -6,6 +6,8 @@
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
+use exec_server_executor::fs::{Answer, Cancelled, FsError, Walked};
+use exec_server_executor::sandbox::files::Files;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::capability::{
     DeclaredLocation, DiscoveredRoot, MANIFESTS, MAX_DEPTH, MAX_DIRECTORIES, MAX_ENTRIES,
@@ -15,9 +17,6 @@ use exec_server_protocol::capability::{
 use exec_server_protocol::fs::{
     FsRequest, GetMetadata, GetMetadataParams, ReadFileParams, WalkKind, WalkOptions, WalkParams,
 };
-
-use crate::fs::{Answer, Cancelled, FsError, Walked};
-use crate::sandbox::files::Files;
 
 /// Warnings about one root. A tree of unreadable directories does not need thousands of them.
 const MAX_WARNINGS: usize = 100;

@@ -11,6 +11,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use exec_server_executor::log::{EntryKind, Log, Retention, Stream};
+use exec_server_executor::process::{End, Process};
+use exec_server_executor::{Executor, PrivateNetwork, Spec, StartError, Stdio};
 use exec_server_protocol::process::{EnvPolicy, StartParams};
 use exec_server_protocol::sandbox::Sandbox;
 use exec_server_protocol::text::shell_quoted;
@@ -18,10 +21,6 @@ use exec_server_sync::Mutex;
 use tokio::sync::OnceCell;
 
 use crate::env;
-use crate::executor::Executor;
-use crate::log::{EntryKind, Log, Retention, Stream};
-use crate::process::{End, Process};
-use crate::spec::{PrivateNetwork, Spec, StartError, Stdio};
 
 /// Maximum number of snapshots of one session; the least recently used is evicted first.
 const MAX_SNAPSHOTS: usize = 16;

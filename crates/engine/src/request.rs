@@ -6,9 +6,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use exec_server_executor::{PrivateNetwork, Size, Spec, StartError, Stdio, Timeout};
 use exec_server_protocol::process::{StartParams, TerminalSize};
 
-use crate::spec::{PrivateNetwork, Size, Spec, StartError, Stdio, Timeout};
 use crate::{env, host};
 
 /// Time from SIGTERM to SIGKILL after a timeout, unless the request sets it.
