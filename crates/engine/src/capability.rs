@@ -233,7 +233,7 @@ impl Search<'_> {
     /// Reads a text file; `None` if it does not exist or cannot be reported.
     fn read(&mut self, path: &Path) -> Result<Option<TextFile>, String> {
         if (self.cancelled)() {
-            return Err("nobody waits for the answer any more".to_owned());
+            return Err("the request was cancelled".to_owned());
         }
         let Ok(uri) = PathUri::from_native(path) else {
             return Ok(None);

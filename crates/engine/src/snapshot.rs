@@ -399,7 +399,7 @@ async fn hear(
                 Err(_) => Err("the shell does not end"),
             }
         }
-        Ok(false) => Err("the shell ended before it could tell"),
+        Ok(false) => Err("the shell ended before it printed its state"),
         Err(_) => Err("the shell took too long"),
     };
     match outcome {
@@ -468,7 +468,7 @@ fn understand(
     spec: &Spec,
     policy: Option<&EnvPolicy>,
 ) -> Result<Snapshot, String> {
-    let incomplete = || "what the shell told is incomplete".to_owned();
+    let incomplete = || "the output of the shell is incomplete".to_owned();
     let (variables, state) = sections(said, mark).ok_or_else(incomplete)?;
     if variables.len() + state.len() > MAX_STATE_BYTES {
         return Err(format!(
