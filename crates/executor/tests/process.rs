@@ -258,6 +258,28 @@ async fn input_is_written_in_order_and_ends() {
     );
 }
 
+/// The child empties the pipe at the moment at which a write finds it full.
+#[tokio::test(flavor = "multi_thread", worker_threads = 3)]
+async fn input_larger_than_the_pipe_reaches_a_child_that_reads_at_once() {
+    let executor = executor();
+    let mut writers = tokio::task::JoinSet::new();
+    for _ in 0..6 {
+        let executor = executor.clone();
+        writers.spawn(async move {
+            for _ in 0..60 {
+                let count = piped(spec(&["wc", "-c"]));
+                let process = executor.start(count).await.unwrap();
+                let input = Bytes::from(vec![b'x'; 1 << 20]);
+                assert_eq!(process.write(input).await, Written::Accepted);
+                assert_eq!(process.close_stdin().await, Written::Accepted);
+                assert_eq!(closed(&process).await.code, 0);
+                assert_eq!(text(&process, Stream::Stdout), "1048576\n");
+            }
+        });
+    }
+    writers.join_all().await;
+}
+
 #[tokio::test]
 async fn unread_stdin_blocks_only_its_own_writes() {
     let process = executor()

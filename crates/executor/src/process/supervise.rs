@@ -7,6 +7,7 @@
 
 use std::cell::RefCell;
 use std::future::poll_fn;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,6 +17,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use rustix::io::Errno;
 use rustix::process::Signal;
+use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use super::pace::Pace;
@@ -276,14 +278,17 @@ impl Supervisor {
 
     fn feed_stdin(&self) {
         let mut stdin = self.shared.stdin.lock();
-        if let Some(file) = stdin.waiting().cloned()
-            && stdin.drain()
-        {
-            // The pipe is full: wait until it is writable again.
-            let mut cx = Context::from_waker(std::task::Waker::noop());
-            if let Poll::Ready(Ok(mut guard)) = file.poll_write_ready(&mut cx) {
-                guard.clear_ready();
-            }
+        if let Some(file) = stdin.waiting().cloned() {
+            // `try_io` clears the readiness only if no event arrived since before the write: the child
+            // may empty the pipe between a write that failed and the call that clears.
+            let _ = file.try_io(Interest::WRITABLE, |_| {
+                let is_full = stdin.drain();
+                if is_full {
+                    Err(io::ErrorKind::WouldBlock.into())
+                } else {
+                    Ok(())
+                }
+            });
         }
         if stdin.has_room() {
             drop(stdin);
