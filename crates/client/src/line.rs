@@ -238,7 +238,12 @@ pub(crate) async fn open(
             session_id: answer.session_id.clone(),
             resume_key: answer.resume_key.clone(),
         },
-        recovery: Recovery::new(options.recovery, granted(&answer), now()),
+        recovery: Recovery::new(
+            options.recovery,
+            granted(&answer),
+            options.detach_grace.is_some(),
+            now(),
+        ),
         options,
         connection,
     };

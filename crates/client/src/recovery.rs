@@ -12,9 +12,10 @@ use exec_server_transport::backoff::Backoff;
 use crate::error::ExecServerError;
 
 /// How long to try resuming a session with a server that does not report how long it keeps
-/// sessions: compatible servers keep them for 30 s, and part of that passes before the loss is
-/// detected.
-const USUAL_BUDGET: Duration = Duration::from_secs(25);
+/// sessions: compatible servers keep them for 80 s, and part of that passes before the loss is
+/// detected. Also the minimum for servers that keep sessions for a shorter time by their own choice,
+/// because a server may detect the loss later than the client. Compatible clients try as long.
+const USUAL_BUDGET: Duration = Duration::from_secs(45);
 
 /// Minimum lifetime of a connection that counts as stable.
 const STEADY: Duration = Duration::from_secs(1);
@@ -31,8 +32,9 @@ const MAX_SHORT_LIVED: u32 = 8;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RecoveryOptions {
-    /// How long to try. The effective time never exceeds the time that the server keeps the
-    /// session, which is also the default. If this is zero, the client does not try to reconnect.
+    /// How long to try. By default as long as the server keeps the session, and for 45 s at least
+    /// unless the client asked the server for a shorter time. The effective time never exceeds the
+    /// default. If this is zero, the client does not try to reconnect.
     pub budget: Option<Duration>,
     /// Longest delay between the first attempt and the second.
     pub first_pause: Duration,
@@ -73,6 +75,8 @@ pub(crate) struct Recovery {
     options: RecoveryOptions,
     /// How long the server keeps the session, if it reports this.
     granted: Option<Duration>,
+    /// Whether the client asked for that time.
+    requested: bool,
     /// Time when the last connection was established.
     up: Instant,
     /// Number of consecutive short-lived connections.
@@ -85,10 +89,16 @@ pub(crate) struct Recovery {
 
 impl Recovery {
     /// Creates the state machine for a connection that is established at `now`.
-    pub(crate) fn new(options: RecoveryOptions, granted: Option<Duration>, now: Instant) -> Self {
+    pub(crate) fn new(
+        options: RecoveryOptions,
+        granted: Option<Duration>,
+        requested: bool,
+        now: Instant,
+    ) -> Self {
         Self {
             options,
             granted,
+            requested,
             up: now,
             short_lived: 0,
             failures: 0,
@@ -99,10 +109,16 @@ impl Recovery {
 
     /// Returns how long to try.
     pub(crate) fn budget(&self) -> Duration {
-        let granted = self.granted.unwrap_or(USUAL_BUDGET);
+        let longest = match self.granted {
+            // The server ends the session with its connection.
+            Some(Duration::ZERO) => Duration::ZERO,
+            Some(granted) if self.requested => granted,
+            Some(granted) => granted.max(USUAL_BUDGET),
+            None => USUAL_BUDGET,
+        };
         self.options
             .budget
-            .map_or(granted, |budget| budget.min(granted))
+            .map_or(longest, |budget| budget.min(longest))
     }
 
     /// Records that the connection was lost; `random` is any number.
@@ -203,7 +219,7 @@ mod tests {
     /// Creates a recovery whose stable connection is lost at the returned moment.
     fn lost(options: RecoveryOptions, granted: Option<Duration>) -> (Recovery, Instant) {
         let start = Instant::now();
-        let mut recovery = Recovery::new(options, granted, start);
+        let mut recovery = Recovery::new(options, granted, true, start);
         let now = start + Duration::from_secs(60);
         recovery.lost(now, 0);
         (recovery, now)
@@ -236,7 +252,8 @@ mod tests {
         assert_eq!(recovery.poll(now), Step::Try { until: end });
         let (tries, over) = tries(&mut recovery, now, 0);
         let expected = [
-            0, 50, 150, 350, 750, 1550, 3150, 6350, 11_350, 16_350, 21_350,
+            0, 50, 150, 350, 750, 1550, 3150, 6350, 11_350, 16_350, 21_350, 26_350, 31_350,
+            36_350, 41_350,
         ];
         assert_eq!(tries, expected.map(ms));
         assert!(over <= USUAL_BUDGET);
@@ -259,11 +276,11 @@ mod tests {
     fn recovery_budget_is_limited_by_session_lifetime() {
         let seconds = Duration::from_secs;
         for (budget, granted, expected) in [
-            (None, None, seconds(25)),
+            (None, None, seconds(45)),
             (None, Some(seconds(3600)), seconds(3600)),
             (Some(seconds(10)), Some(seconds(3600)), seconds(10)),
             (Some(seconds(10)), Some(seconds(3)), seconds(3)),
-            (Some(seconds(100)), None, seconds(25)),
+            (Some(seconds(100)), None, seconds(45)),
             (Some(Duration::ZERO), Some(seconds(30)), Duration::ZERO),
             (None, Some(Duration::ZERO), Duration::ZERO),
         ] {
@@ -276,6 +293,21 @@ mod tests {
             let (tries, over) = tries(&mut recovery, now, 0);
             assert_eq!(tries.is_empty(), expected.is_zero());
             assert!(over <= expected, "{over:?}");
+        }
+    }
+
+    #[test]
+    fn recovery_lasts_45_s_at_least_if_the_client_did_not_ask_for_less() {
+        let seconds = Duration::from_secs;
+        for (granted, requested, expected) in [
+            (seconds(30), false, seconds(45)),
+            (seconds(30), true, seconds(30)),
+            (seconds(80), false, seconds(80)),
+            (Duration::ZERO, false, Duration::ZERO),
+        ] {
+            let options = RecoveryOptions::default();
+            let recovery = Recovery::new(options, Some(granted), requested, Instant::now());
+            assert_eq!(recovery.budget(), expected, "{granted:?} {requested}");
         }
     }
 
@@ -305,7 +337,7 @@ mod tests {
     #[test]
     fn recovery_of_short_lived_connections_backs_off() {
         let mut now = Instant::now();
-        let mut recovery = Recovery::new(RecoveryOptions::default(), None, now);
+        let mut recovery = Recovery::new(RecoveryOptions::default(), None, false, now);
         let mut waits = Vec::new();
         for _ in 0..12 {
             now += ms(1);

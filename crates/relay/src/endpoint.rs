@@ -304,11 +304,21 @@ impl Endpoint {
         self.schedule(now, stream);
     }
 
-    /// Executor: refuses a harness.
+    /// Executor: refuses a harness with a reset, or with a handshake message if the reason is
+    /// [`Reason::ExecutorRejected`].
     pub fn refuse(&mut self, now: Instant, stream: StreamKey, reason: Reason) {
-        if self.streams.get(&stream).is_some_and(Stream::is_pending) {
-            self.fail_handshake(now, stream, reason);
+        let Some(pending) = self.streams.get_mut(&stream).filter(|s| s.is_pending()) else {
+            return;
+        };
+        if reason == Reason::ExecutorRejected
+            && let Some(answer) = pending.refuse_executor_rejected()
+        {
+            self.note_failure(now);
+            self.send_refusal(answer);
+            // No reset: the handshake message is the answer.
+            return self.end(stream, reason, true);
         }
+        self.fail_handshake(now, stream, reason);
     }
 
     fn fail_handshake(&mut self, now: Instant, stream: StreamKey, reason: Reason) {
@@ -465,6 +475,11 @@ impl Endpoint {
                         let mode = stream.mode();
                         self.events.push_back(Event::Opened { stream: key, mode });
                         stream.handle(now, &frame)
+                    }
+                    Err(Reason::ExecutorRejected) => {
+                        // As final as a reset, and authenticated.
+                        self.end(key, Reason::ExecutorRejected, true);
+                        return Ok(());
                     }
                     other => other.map(|_| ()),
                 }
@@ -748,9 +763,13 @@ impl Endpoint {
     }
 
     fn send_reset(&mut self, stream_id: &str, reason: &Reason) {
+        self.send_refusal(Transmit::reset(stream_id, reason.as_str()));
+    }
+
+    /// Queues a frame that ends a stream.
+    fn send_refusal(&mut self, frame: Transmit) {
         if self.up && self.resets.len() < MAX_QUEUED_RESETS {
-            self.resets
-                .push_back(Transmit::reset(stream_id, reason.as_str()));
+            self.resets.push_back(frame);
         }
     }
 }

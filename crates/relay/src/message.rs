@@ -165,7 +165,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::noise::{Channel, Identity, Initiator, Responder};
+    use crate::noise::{Channel, Finished, Identity, Initiator, Responder};
 
     pub(crate) fn channels() -> (Channel, Channel) {
         let mut next = 0_u8;
@@ -178,7 +178,10 @@ mod tests {
             Initiator::start(&here, there.public_key(), b"", b"a", &mut random).unwrap();
         let (responder, _) = Responder::read(&there, b"", &message, &mut random).unwrap();
         let (channel, reply) = responder.reply().unwrap();
-        (initiator.finish(&reply).unwrap(), channel)
+        match initiator.finish(&reply).unwrap() {
+            Finished::Channel(other) => (other, channel),
+            Finished::ExecutorRejected => panic!("the reply opens a channel"),
+        }
     }
 
     fn join(records: Vec<Vec<u8>>) -> (Vec<Bytes>, Option<Reason>) {

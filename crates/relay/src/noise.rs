@@ -34,6 +34,10 @@ pub const SEED_BYTES: usize = 32 + 64;
 /// First part of every prologue.
 const PROLOGUE: &str = "codex-exec-server-relay-noise/v1";
 
+/// Payload of the executor's handshake message if the registry rejected the executor's credentials.
+/// In every other case the payload is empty.
+const EXECUTOR_REJECTED: &[u8] = b"codex-registry-authentication-rejected/v1";
+
 /// Source of randomness: the system's, or a seeded one in a simulation.
 ///
 /// Keys are generated from it; an implementation that cannot provide randomness must not return.
@@ -150,15 +154,25 @@ impl Initiator {
     /// # Errors
     ///
     /// The message is not valid.
-    pub fn finish(&mut self, message: &[u8]) -> Result<Channel, HandshakeError> {
+    pub fn finish(&mut self, message: &[u8]) -> Result<Finished, HandshakeError> {
         // Works on a copy, so that a forged message does not break the handshake with the real
         // executor.
         let mut state = (*self.0).clone();
-        if !read(&mut state, message)?.is_empty() {
-            return Err(HandshakeError);
+        match read(&mut state, message)?.as_slice() {
+            [] => Ok(Finished::Channel(Channel::new(state, true)?)),
+            EXECUTOR_REJECTED => Ok(Finished::ExecutorRejected),
+            _ => Err(HandshakeError),
         }
-        Channel::new(state, true)
     }
+}
+
+/// Result of the harness's side of a handshake.
+#[derive(Debug)]
+pub enum Finished {
+    /// Both ends have the keys.
+    Channel(Channel),
+    /// There is no channel: the registry rejected the executor's credentials.
+    ExecutorRejected,
 }
 
 /// Executor side of a handshake, after the first message and before the answer.
@@ -200,6 +214,16 @@ impl Responder {
     pub fn reply(mut self) -> Result<(Channel, Vec<u8>), HandshakeError> {
         let message = write(&mut self.0, &[])?;
         Ok((Channel::new(*self.0, false)?, message))
+    }
+
+    /// Creates the second message of a handshake that opens no channel, because the registry
+    /// rejected the executor's credentials.
+    ///
+    /// # Errors
+    ///
+    /// The harness's public key is not valid.
+    pub fn reply_executor_rejected(mut self) -> Result<Vec<u8>, HandshakeError> {
+        write(&mut self.0, EXECUTOR_REJECTED)
     }
 }
 
@@ -476,6 +500,32 @@ mod tests {
         }
     }
 
+    fn opened(finished: Result<Finished, HandshakeError>) -> Channel {
+        match finished.unwrap() {
+            Finished::Channel(channel) => channel,
+            Finished::ExecutorRejected => panic!("the executor was rejected"),
+        }
+    }
+
+    #[test]
+    fn handshake_payload_reports_rejected_credentials_of_the_executor() {
+        let mut random = entropy(3);
+        let [harness, executor] = [(); 2].map(|()| Identity::generate(&mut random));
+        let (initiator, message) =
+            Initiator::start(&harness, executor.public_key(), b"p", b"a", &mut random).unwrap();
+        let mut respond = || {
+            let read = Responder::read(&executor, b"p", &message, &mut random);
+            read.unwrap().0
+        };
+        let rejected = respond().reply_executor_rejected().unwrap();
+        assert_eq!(rejected.len(), 3424 + 41);
+        let other = write(&mut respond().0, b"codex-registry/v2").unwrap();
+        let mut harness = initiator;
+        assert!(harness.finish(&other).is_err(), "an unknown payload");
+        let finished = harness.finish(&rejected).unwrap();
+        assert!(matches!(finished, Finished::ExecutorRejected));
+    }
+
     #[test]
     fn prologue_matches_golden_bytes() {
         assert_eq!(
@@ -593,7 +643,7 @@ mod tests {
         let mut forged = reply.clone();
         forged[3000] ^= 1;
         assert!(initiator.finish(&forged).is_err());
-        let here = initiator.finish(&reply).unwrap();
+        let here = opened(initiator.finish(&reply));
         assert_eq!(here.hash, there.hash);
     }
 
@@ -606,7 +656,7 @@ mod tests {
             Initiator::start(&harness, executor.public_key(), b"", b"a", &mut random).unwrap();
         let (responder, _) = Responder::read(&executor, b"", &message, &mut random).unwrap();
         let (there, reply) = responder.reply().unwrap();
-        let mut here = initiator.finish(&reply).unwrap();
+        let mut here = opened(initiator.finish(&reply));
         let mut record = b"text".to_vec();
         here.sealer.seal(&mut record).unwrap();
         for bit in 0..record.len() * 8 {

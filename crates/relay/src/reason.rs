@@ -75,6 +75,9 @@ reasons! {
     AuthorizationRefused = "authorization_refused",
     /// The harness was admitted, and its authorization was revoked later.
     AuthorizationRevoked = "authorization_revoked",
+    /// The registry rejected the credentials of the executor itself. Sent as the payload of the
+    /// executor's handshake message, not in a reset.
+    ExecutorRejected = "executor_credentials_rejected",
     /// The registry could not be reached.
     ValidationUnavailable = "validation_unavailable",
     /// The registry did not answer in time.
@@ -123,6 +126,7 @@ impl Reason {
                 | Self::AuthorizationInvalid
                 | Self::AuthorizationRefused
                 | Self::AuthorizationRevoked
+                | Self::ExecutorRejected
         )
     }
 }

@@ -15,7 +15,7 @@ use crate::limits::{
     COMPATIBLE_HELD_BYTES, Limits, MAX_RECORD_BYTES, RELIABLE_HELD_BYTES, TAG_BYTES,
 };
 use crate::message::{self, Assembler, Splitter};
-use crate::noise::{Channel, Initiator, Opener, Responder, Sealer};
+use crate::noise::{Channel, Finished, Initiator, Opener, Responder, Sealer};
 use crate::reason::Reason;
 use crate::reorder::{Arrival, Reorder};
 use crate::window::Window;
@@ -334,6 +334,20 @@ impl Stream {
         Ok(())
     }
 
+    /// Executor: returns the handshake frame for a harness that is refused because the registry
+    /// rejected the executor's credentials.
+    pub(crate) fn refuse_executor_rejected(&mut self) -> Option<Transmit> {
+        let Phase::Pending { responder, .. } = &mut self.phase else {
+            return None;
+        };
+        let message = responder.take()?.reply_executor_rejected().ok()?;
+        Some(Transmit::handshake(
+            &self.id,
+            Acks::default(),
+            message.into(),
+        ))
+    }
+
     // The socket.
 
     /// Handles the loss of the socket; returns whether the stream can continue.
@@ -399,9 +413,12 @@ impl Stream {
     ) -> Result<bool, Reason> {
         match &mut self.phase {
             Phase::Handshaking { initiator, .. } => {
-                let Channel { sealer, opener, .. } = initiator
-                    .finish(message)
-                    .map_err(|_| Reason::HandshakeFailed)?;
+                let finished = initiator.finish(message);
+                let Channel { sealer, opener, .. } = match finished {
+                    Ok(Finished::Channel(channel)) => channel,
+                    Ok(Finished::ExecutorRejected) => return Err(Reason::ExecutorRejected),
+                    Err(_) => return Err(Reason::HandshakeFailed),
+                };
                 self.phase = Phase::Open {
                     sealer: Box::new(sealer),
                     opener: Box::new(opener),

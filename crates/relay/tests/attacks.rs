@@ -242,6 +242,50 @@ fn stolen_authorization_is_reported_with_the_key_of_the_thief() {
 }
 
 #[test]
+fn rejected_credentials_of_the_executor_are_reported_in_the_handshake() {
+    for acknowledge in [true, false] {
+        let mut limits = Limits::default();
+        limits.acknowledge = acknowledge;
+        let mut target = TestExecutor::new(limits);
+        let (mut harness, _, first) = target.harness(STREAM, 1);
+        for frame in &first {
+            target.deliver(frame);
+        }
+        let [Event::AdmissionRequested { stream, .. }] = events(&mut target.executor)[..] else {
+            panic!("no admission request")
+        };
+        let refused = Reason::ExecutorRejected;
+        target.executor.refuse(target.now, stream, refused);
+        let answer = frames(&mut target.executor, target.now);
+        assert_eq!(resets(&answer), [], "the handshake message is the answer");
+        let [Event::Closed { .. }] = events(&mut target.executor)[..] else {
+            panic!("not closed")
+        };
+        let answered = answer.iter().filter(|frame| {
+            let frame = decode(frame).unwrap();
+            matches!(&frame.body, Body::Handshake { payload } if payload.len() == 3465)
+        });
+        assert_eq!(answered.count(), 1);
+        for frame in &answer {
+            harness.handle_frame(target.now, frame).unwrap();
+        }
+        let [
+            Event::Closed {
+                reason,
+                by_peer: true,
+                ..
+            },
+        ] = &events(&mut harness)[..]
+        else {
+            panic!("not closed")
+        };
+        assert_eq!(*reason, Reason::ExecutorRejected);
+        assert!(!reason.is_retryable());
+        assert!(frames(&mut harness, target.now).is_empty());
+    }
+}
+
+#[test]
 fn handshake_for_used_stream_id_is_ignored_and_leaves_the_stream_open() {
     let mut target = TestExecutor::new(Limits::default());
     let (mut victim, here, there) = target.open(STREAM, 1);

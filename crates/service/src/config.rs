@@ -79,6 +79,10 @@ pub struct ExecServerConfig {
     pub cwd: Option<PathBuf>,
 }
 
+/// How long a session outlives its connection and a closed process stays readable, by default: the
+/// 45 s for which compatible clients try to resume, and the time until each side detects the loss.
+const RETENTION: Duration = Duration::from_secs(80);
+
 impl Default for ExecServerConfig {
     fn default() -> Self {
         Self {
@@ -88,9 +92,9 @@ impl Default for ExecServerConfig {
             max_processes: 4096,
             retention: Retention::default(),
             max_retained_bytes: 1 << 30,
-            closed_retention: Duration::from_secs(30),
+            closed_retention: RETENTION,
             inherited_output_grace: Duration::from_secs(2),
-            detach_grace: Duration::from_secs(30),
+            detach_grace: RETENTION,
             max_detach_grace: Duration::from_secs(24 * 60 * 60),
             concurrent_requests: 256,
             max_waiting_requests: 16_384,

@@ -689,6 +689,6 @@ const KEPT: usize = 512 << 10;
 /// Time limit of one run of the CLI, which takes seconds.
 const RUN_LIMIT: Duration = Duration::from_secs(60);
 
-/// Time within which a terminated process must exit. Less than the 30 s after which a server ends a
+/// Time within which a terminated process must exit. Less than the 80 s after which a server ends a
 /// session without a connection, so that only the client's request can be the cause.
 const END_LIMIT: Duration = Duration::from_secs(10);

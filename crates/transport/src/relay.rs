@@ -137,6 +137,9 @@ pub enum OpenError {
     /// The executor or the rendezvous server refused the stream.
     #[error("the stream was refused: {0}")]
     Refused(Reason),
+    /// The executor cannot admit anyone, because the registry rejected its credentials.
+    #[error("the registry rejected the executor's credentials: renew them on the executor's machine")]
+    ExecutorRejected,
 }
 
 /// Serves as an executor until dialling fails with a fatal error; returns that error.
@@ -236,7 +239,10 @@ where
         Some(stream) = opened.recv() => Ok(stream),
         reason = reason => {
             driver.abort();
-            Err(OpenError::Refused(reason.unwrap_or(Reason::SocketLost)))
+            Err(match reason.unwrap_or(Reason::SocketLost) {
+                Reason::ExecutorRejected => OpenError::ExecutorRejected,
+                reason => OpenError::Refused(reason),
+            })
         }
     }
 }

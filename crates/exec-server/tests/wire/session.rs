@@ -15,7 +15,7 @@ over_all! {
 async fn detach_grace_is_granted_up_to_one_day(on: Transport) {
     let day = 24 * 60 * 60 * 1000_u64;
     for (asked, granted) in [
-        (Value::Null, 30_000),
+        (Value::Null, 80_000),
         (5_000.into(), 5_000),
         (0.into(), 0),
         (day.into(), day),

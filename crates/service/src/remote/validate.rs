@@ -79,6 +79,12 @@ impl Validator {
                 self.forget(&ask.harness);
                 return Err(Reason::AuthorizationRefused);
             }
+            Ok(Err(error @ RegistryError::Auth { status: 401, .. })) => {
+                // The registry rejected this executor's own credentials: no harness can be admitted
+                // until they are renewed.
+                tracing::error!(%error, "cannot validate a harness");
+                return Err(Reason::ExecutorRejected);
+            }
             Ok(Err(error)) if !error.is_outage() => {
                 // Not an outage: the registry responds, but has not approved the harness.
                 tracing::error!(%error, "cannot validate a harness");
@@ -275,13 +281,12 @@ mod tests {
 
     #[tokio::test]
     async fn refusal_by_registry_does_not_count_as_outage() {
-        let (registry, _asked) = scripted(vec![YES, (401, "")]).await;
+        let (registry, _asked) = scripted(vec![YES, (403, ""), (401, "")]).await;
         let validator = validator(registry, Duration::ZERO);
         validator.admit(&ask(1), "r").await.unwrap();
-        assert_eq!(
-            validator.admit(&ask(1), "r").await,
-            Err(Reason::ValidationUnavailable)
-        );
+        for reason in [Reason::ValidationUnavailable, Reason::ExecutorRejected] {
+            assert_eq!(validator.admit(&ask(1), "r").await, Err(reason));
+        }
     }
 
     #[test]
