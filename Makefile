@@ -51,7 +51,7 @@ test: ## All that CI runs
 interop: ## The real Codex CLI on our server; installs it on first use
 	scripts/test interop
 
-interop-matrix: ## The same with several published versions of it: VERSIONS="0.165.0 0.166.0"
+interop-matrix: ## The same with every published version from 0.165.0 on, or VERSIONS="0.166.0 0.169.0"
 	scripts/interop-matrix $(VERSIONS)
 
 conformance: ## The conformance suite, from CONFORMANCE_SUITE

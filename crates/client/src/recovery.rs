@@ -17,6 +17,10 @@ use crate::error::ExecServerError;
 /// because a server may detect the loss later than the client. Compatible clients try as long.
 const USUAL_BUDGET: Duration = Duration::from_secs(45);
 
+/// How long before the end of the time limit the last attempt is made, so that a server that returns
+/// late is not missed because of a long pause.
+const LAST_ATTEMPT: Duration = Duration::from_secs(1);
+
 /// Minimum lifetime of a connection that counts as stable.
 const STEADY: Duration = Duration::from_secs(1);
 
@@ -151,6 +155,11 @@ impl Recovery {
     /// Records that an attempt failed with a transient error; `random` is any number.
     pub(crate) fn failed(&mut self, now: Instant, random: u64) {
         self.next = now + self.pause(self.failures, random);
+        if let Some(last) = self.end.checked_sub(LAST_ATTEMPT)
+            && now < last
+        {
+            self.next = self.next.min(last);
+        }
         self.failures = self.failures.saturating_add(1);
     }
 
@@ -252,8 +261,8 @@ mod tests {
         assert_eq!(recovery.poll(now), Step::Try { until: end });
         let (tries, over) = tries(&mut recovery, now, 0);
         let expected = [
-            0, 50, 150, 350, 750, 1550, 3150, 6350, 11_350, 16_350, 21_350, 26_350, 31_350,
-            36_350, 41_350,
+            0, 50, 150, 350, 750, 1550, 3150, 6350, 11_350, 16_350, 21_350, 26_350, 31_350, 36_350,
+            41_350, 44_000,
         ];
         assert_eq!(tries, expected.map(ms));
         assert!(over <= USUAL_BUDGET);

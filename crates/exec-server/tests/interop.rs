@@ -537,6 +537,22 @@ impl Deployment {
         }
     }
 
+    /// Our executor, attached.
+    async fn our_executor(&self) -> tokio::process::Child {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+        command
+            .args(["--remote", self.rendezvous.url()])
+            .args(["--environment-id", "env-1", "--remote-token-file"])
+            .arg(self.rendezvous.token_file("executor"))
+            .env("EXEC_SERVER_STATE_DIR", self.state.path().join("executor"))
+            .stdin(std::process::Stdio::null())
+            .stdout(std::process::Stdio::null())
+            .kill_on_drop(true);
+        let executor = command.spawn().unwrap();
+        self.rendezvous.wait_online("env-1", true).await;
+        executor
+    }
+
     /// The real executor, attached.
     async fn executor(&self, home: &codex::Home) -> codex::Executor {
         let executor = codex::remote_executor(home, &self.registry("executor"), &[interop::MARKER]);
@@ -597,6 +613,99 @@ async fn real_executor_and_client_survive_a_cut_socket() {
         }
     })
     .await;
+}
+
+/// How long an outage in the middle of a command may be: 0.166 gives up after 25 s, 0.169 after 45 s.
+fn outages() -> [u64; 2] {
+    match codex::version() < [0, 169, 0] {
+        true => [10, 20],
+        false => [35, 42],
+    }
+}
+
+/// Runs a command of the real CLI with an outage of this length on the way to our server.
+async fn outage_between_the_real_client_and_our_server(seconds: u64) {
+    let (_, server) = ours().await;
+    let address = server.url().strip_prefix("ws://").unwrap();
+    let proxy = Arc::new(proxy::Outage::proxy(address.parse().unwrap()).await);
+    let url = format!("ws://127.0.0.1:{}", proxy.port());
+    let length = Duration::from_secs(seconds);
+    let down = Arc::clone(&proxy);
+    interop::command_survives_an_outage(interop::Way::Url(&url), length, async move {
+        down.occur(length, Duration::ZERO).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn command_of_the_real_client_survives_a_short_outage() {
+    outage_between_the_real_client_and_our_server(outages()[0]).await;
+}
+
+#[tokio::test]
+async fn command_of_the_real_client_survives_a_long_outage() {
+    outage_between_the_real_client_and_our_server(outages()[1]).await;
+}
+
+/// Runs a command of the real CLI on our executor, with an outage of this length between the CLI and
+/// our rendezvous server.
+async fn outage_between_the_real_client_and_our_rendezvous(seconds: u64) {
+    let deployment = Deployment::start().await;
+    let _executor = deployment.our_executor().await;
+    let address = ([127, 0, 0, 1], deployment.rendezvous.port()).into();
+    let proxy = Arc::new(proxy::Outage::proxy(address).await);
+    let mut registry = deployment.registry("harness");
+    registry.url = format!("http://127.0.0.1:{}", proxy.port());
+    let length = Duration::from_secs(seconds);
+    // Through a registry the CLI pauses for up to 7.5 s between attempts, and allows 10 s for each.
+    // An attempt in the last 9 s has to wait for the end of the outage: otherwise the next one could
+    // be later than its time limit.
+    let stalled = Duration::from_secs(9);
+    let way = interop::Way::Registry(&registry);
+    let down = Arc::clone(&proxy);
+    interop::command_survives_an_outage(way, length, async move {
+        down.occur(length - stalled, stalled).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn command_of_the_real_client_survives_a_short_outage_of_our_rendezvous() {
+    outage_between_the_real_client_and_our_rendezvous(outages()[0]).await;
+}
+
+#[tokio::test]
+async fn command_of_the_real_client_survives_a_long_outage_of_our_rendezvous() {
+    outage_between_the_real_client_and_our_rendezvous(outages()[1]).await;
+}
+
+/// Our client resumes the session of the real server after an outage.
+#[tokio::test]
+async fn our_client_resumes_a_session_of_the_real_server_after_a_long_outage() {
+    let home = codex::Home::new();
+    let server = codex::exec_server(&home, &[]).await;
+    let address = server.url().strip_prefix("ws://").unwrap();
+    let proxy = proxy::Outage::proxy(address.parse().unwrap()).await;
+    let url = format!("ws://127.0.0.1:{}", proxy.port());
+    let args = RemoteExecServerConnectArgs::new(url, "interop");
+    let client = ExecServerClient::connect(args).await.unwrap();
+    let seconds = outages()[1];
+    let script = format!(
+        "for i in $(seq 1 {}); do echo $i; sleep 1; done",
+        seconds + 5
+    );
+    let params = StartParams {
+        process_id: "p".to_owned(),
+        argv: ["/bin/sh", "-c", &script].map(str::to_owned).to_vec(),
+        env: BTreeMap::from([("PATH".to_owned(), "/usr/bin:/bin".to_owned())]),
+        ..StartParams::default()
+    };
+    let process = client.start(params).await.unwrap().process;
+    let outage = proxy.occur(Duration::from_secs(seconds), Duration::ZERO);
+    let output = process.output(CollectOptions::default());
+    let ((), output) = tokio::join!(outage, output);
+    let expected: String = (1..=seconds + 5).map(|n| format!("{n}\n")).collect();
+    assert_eq!(String::from_utf8(output.unwrap().stdout).unwrap(), expected);
 }
 
 /// A TCP proxy whose connections can be cut.

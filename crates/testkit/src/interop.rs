@@ -127,10 +127,47 @@ pub async fn command_survives_a_cut(
     registry: &codex::Registry,
     cut: impl Future<Output = ()> + Send + 'static,
 ) {
+    survives(Way::Registry(registry), 10, RUN_LIMIT, cut).await;
+}
+
+/// A command loses no output when the client cannot reach the server for `length`.
+///
+/// `outage` is awaited when the command has started; it must take that long.
+///
+/// # Panics
+///
+/// Output is missing.
+pub async fn command_survives_an_outage(
+    way: Way<'_>,
+    length: Duration,
+    outage: impl Future<Output = ()> + Send + 'static,
+) {
+    // The command still runs when the client is back.
+    let lines = u32::try_from(length.as_secs()).unwrap_or(u32::MAX) + 8;
+    survives(way, lines, RUN_LIMIT + length, outage).await;
+}
+
+/// How the CLI reaches the server.
+#[derive(Debug, Clone, Copy)]
+pub enum Way<'a> {
+    /// At this URL.
+    Url(&'a str),
+    /// Through this registry.
+    Registry(&'a codex::Registry),
+}
+
+/// Runs a command that prints a line each second, awaits `cut` after its start, and checks that all
+/// lines arrive.
+async fn survives(
+    way: Way<'_>,
+    lines: u32,
+    limit: Duration,
+    cut: impl Future<Output = ()> + Send + 'static,
+) {
     let home = Home::new();
     let mut tether = Tether::new().await;
     let command = format!(
-        "{}; for i in 1 2 3 4 5 6 7 8 9 10; do echo line-$i; sleep 1; done; exit 8",
+        "{}; for i in $(seq 1 {lines}); do echo line-$i; sleep 1; done; exit 8",
         tether.command()
     );
     let connected = tether.connected();
@@ -147,7 +184,10 @@ pub async fn command_survives_a_cut(
         Turn::Message("done".to_owned()),
     ];
     let model = FakeModel::start(script).await;
-    let run = codex::exec_registered(&home, &model, registry, RUN_LIMIT).await;
+    let run = match way {
+        Way::Url(url) => codex::exec(&home, &model, url, limit).await,
+        Way::Registry(registry) => codex::exec_registered(&home, &model, registry, limit).await,
+    };
     model.finish();
     cutting
         .await
@@ -158,7 +198,7 @@ pub async fn command_survives_a_cut(
             .unwrap_or_else(|| panic!("no answer to `{id}`\n{}", run.stderr))
     };
     let answers = [said("run"), said("wait")].concat();
-    for number in 1..=10 {
+    for number in 1..=lines {
         let line = format!("line-{number}\n");
         assert_eq!(answers.matches(&line).count(), 1, "{line} in\n{answers}");
     }

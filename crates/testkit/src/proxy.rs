@@ -1,7 +1,7 @@
 //! Proxies that break connections on purpose.
 //!
-//! [`Proxy`] forwards bytes between a client and a server; [`Cutter`] forwards messages between two
-//! links.
+//! [`Proxy`] forwards bytes between a client and a server, [`Outage`] also, with a port that can be
+//! closed; [`Cutter`] forwards messages between two links.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use exec_server_transport::{Event, Incoming, Link, Outgoing};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, watch};
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, JoinSet};
 
 /// Proxy for bytes; dropping it ends its connections.
 #[derive(Debug)]
@@ -243,6 +243,85 @@ async fn pump(
             shared.cuts.send_modify(|cuts| *cuts += 1);
             return Ok(());
         }
+    }
+}
+
+/// Proxy for bytes whose port can be closed for a while, as when a network is down.
+#[derive(Debug)]
+pub struct Outage {
+    port: u16,
+    target: SocketAddr,
+    forwarding: Mutex<JoinHandle<()>>,
+}
+
+impl Outage {
+    /// Listens on a free port for connections to this address.
+    ///
+    /// The port is not one that the system assigns to connections: such a connection could take it
+    /// while it is closed, or a client could connect to itself.
+    ///
+    /// # Panics
+    ///
+    /// No port is available.
+    pub async fn proxy(target: SocketAddr) -> Self {
+        let first = 20_000 + u16::try_from(std::process::id() % 10_000).unwrap_or(0);
+        for port in first..32_000 {
+            if let Ok(listener) = TcpListener::bind(("127.0.0.1", port)).await {
+                return Self {
+                    port,
+                    target,
+                    forwarding: Mutex::new(tokio::spawn(forward(listener, target))),
+                };
+            }
+        }
+        panic!("no free port");
+    }
+
+    /// Port of the proxy on loopback.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Ends all connections, refuses new ones for `refused`, then lets new ones wait for `stalled`,
+    /// and forwards again.
+    ///
+    /// # Panics
+    ///
+    /// The port was taken in the meantime.
+    pub async fn occur(&self, refused: Duration, stalled: Duration) {
+        let forwarding = std::mem::replace(
+            &mut *self.forwarding.lock(),
+            tokio::spawn(std::future::ready(())),
+        );
+        forwarding.abort();
+        let _ = forwarding.await;
+        tokio::time::sleep(refused).await;
+        // The kernel completes connections that wait to be accepted.
+        let listener = TcpListener::bind(("127.0.0.1", self.port)).await;
+        let listener = listener.expect("the port of the proxy");
+        tokio::time::sleep(stalled).await;
+        *self.forwarding.lock() = tokio::spawn(forward(listener, self.target));
+    }
+}
+
+impl Drop for Outage {
+    fn drop(&mut self) {
+        self.forwarding.lock().abort();
+    }
+}
+
+/// Forwards connections; ends them when it is aborted.
+async fn forward(listener: TcpListener, target: SocketAddr) {
+    let mut connections = JoinSet::new();
+    while let Ok((mut client, _)) = listener.accept().await {
+        connections.spawn(async move {
+            let mut server = TcpStream::connect(target).await?;
+            client.set_nodelay(true)?;
+            server.set_nodelay(true)?;
+            tokio::io::copy_bidirectional(&mut client, &mut server).await
+        });
+        while connections.try_join_next().is_some() {}
     }
 }
 

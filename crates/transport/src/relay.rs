@@ -138,7 +138,9 @@ pub enum OpenError {
     #[error("the stream was refused: {0}")]
     Refused(Reason),
     /// The executor cannot admit anyone, because the registry rejected its credentials.
-    #[error("the registry rejected the executor's credentials: renew them on the executor's machine")]
+    #[error(
+        "the registry rejected the executor's credentials: renew them on the executor's machine"
+    )]
     ExecutorRejected,
 }
 

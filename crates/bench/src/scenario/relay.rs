@@ -15,7 +15,7 @@ use exec_server_client::{
     ExecBackend as _, ExecProcess, ExecProcessEvent, ExecProcessEvents, ExecServerClient,
     RemoteExecServerConnectArgs,
 };
-use exec_server_relay::noise::{Initiator, Responder, prologue};
+use exec_server_relay::noise::{Finished, Initiator, Responder, prologue};
 use exec_server_sync::Mutex;
 use exec_server_transport::identity;
 use tempfile::TempDir;
@@ -380,7 +380,9 @@ fn handshakes(count: usize) -> anyhow::Result<Vec<f64>> {
             Initiator::start(&harness, key, &prologue, b"authorization", &mut random)?;
         let (responder, _) = Responder::read(&executor, &prologue, &first, &mut random)?;
         let (there, second) = responder.reply()?;
-        let here = initiator.finish(&second)?;
+        let Finished::Channel(here) = initiator.finish(&second)? else {
+            anyhow::bail!("the executor was rejected");
+        };
         samples.push(start.elapsed().as_secs_f64());
         ensure!(here.hash == there.hash, "the handshake hashes differ");
     }

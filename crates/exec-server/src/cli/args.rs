@@ -3,6 +3,7 @@
 //! Structs of options and subcommands have plain comments: clap would show a doc comment as the first
 //! line of the command's help page, in place of the one in [`Command`].
 
+use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -12,8 +13,8 @@ use clap::builder::PossibleValuesParser;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use exec_server_rendezvous::Role;
 
-use super::overview;
 use super::settings::{FORMATS, MODES};
+use super::{codex, overview};
 
 use super::fs::args::{CpArgs, FsArgs};
 
@@ -105,14 +106,18 @@ impl Command {
     /// Where there is nothing to run, prints the help, the version or the error, and returns the exit
     /// code.
     pub(super) fn parse() -> Result<Self, ExitCode> {
-        let first = std::env::args_os().nth(1).unwrap_or_default();
+        let arguments: Vec<OsString> = std::env::args_os().collect();
+        if let Some(parsed) = codex::parse(&arguments) {
+            return parsed;
+        }
+        let first = arguments.get(1).cloned().unwrap_or_default();
         if (first == "run" || first == "exec")
-            && let Ok(only) = Run::try_parse_from(std::env::args_os().skip(1))
+            && let Ok(only) = Run::try_parse_from(&arguments[1..])
         {
             return Ok(Self::Run(only.run));
         }
         let is_named = !first.is_empty() && !first.as_encoded_bytes().starts_with(b"-");
-        if is_named && let Ok(named) = Named::try_parse() {
+        if is_named && let Ok(named) = Named::try_parse_from(&arguments) {
             return Ok(named.command);
         }
         if let Some(code) = overview::answer() {
@@ -120,7 +125,7 @@ impl Command {
         }
         let mut definition = definition();
         let parsed = definition
-            .try_get_matches_from_mut(std::env::args_os())
+            .try_get_matches_from_mut(arguments)
             .and_then(|mut matches| Args::from_arg_matches_mut(&mut matches));
         match parsed {
             Ok(args) => Ok(match args.command {
@@ -133,7 +138,7 @@ impl Command {
 }
 
 /// Prints the help or the version that was asked for, or what is wrong with the arguments.
-fn refuse(error: &clap::Error) -> ExitCode {
+pub(super) fn refuse(error: &clap::Error) -> ExitCode {
     let text = error.render().to_string();
     match text.strip_prefix("error: ") {
         Some(text) if error.use_stderr() => eprint!("exec-server: {text}"),
@@ -367,6 +372,21 @@ Exit codes: that of the MCP server, or 1 if it cannot be reached.", machine_note
         /// Print the script for this shell
         shell: clap_complete::Shell,
     },
+    /// Create the link DIR/codex to this program, for tools that start `codex exec-server`
+    #[command(after_help = "Example:
+  exec-server install-as-codex /usr/local/bin
+  codex exec-server --remote \"$REMOTE_URL\" --environment-id \"$ID\"
+
+Called as `codex`, or with `exec-server` as the first argument, this program
+accepts the options of `codex exec-server`, and no other command of Codex.")]
+    InstallAsCodex {
+        /// Create the link in this directory
+        #[arg(value_name = "DIR")]
+        directory: PathBuf,
+        /// Replace an existing file or link
+        #[arg(long)]
+        force: bool,
+    },
     /// Print the manual page, or write those of all commands
     Man {
         /// Write the pages of all commands to this directory
@@ -542,6 +562,14 @@ pub(super) struct RemoteArgs {
     )]
     pub(super) executor_credential_stdin: bool,
 
+    /// Read one bearer token for the registry from standard input, a line of at most 16 KiB
+    #[arg(
+        long,
+        conflicts_with_all = ["use_agent_identity_auth", "executor_credential_stdin"],
+        hide_short_help = true
+    )]
+    pub(super) registration_bearer_stdin: bool,
+
     /// Authenticate as the agent whose identity is in CODEX_ACCESS_TOKEN
     ///
     /// Tasks are registered at the URL in EXEC_SERVER_AGENT_AUTH_API.
@@ -568,6 +596,10 @@ pub(super) struct RemoteArgs {
     /// Allow sending credentials to a registry on another machine without TLS
     #[arg(long, hide_short_help = true)]
     pub(super) danger_plain_http: bool,
+
+    /// Whether this program was called as `codex exec-server`.
+    #[arg(skip)]
+    pub(super) as_codex: bool,
 }
 
 // Options of `forward`.

@@ -2,6 +2,7 @@
 
 mod access;
 mod args;
+mod codex;
 mod config;
 mod daemon;
 mod doctor;
@@ -78,6 +79,7 @@ pub fn main() -> ExitCode {
         Command::Daemon(args) => daemon::run(args),
         Command::Status(args) => status::run(&args),
         Command::Man { out } => man(out.as_deref()),
+        Command::InstallAsCodex { directory, force } => codex::install(&directory, force),
         Command::Doctor(args) => doctor::run(&args),
         Command::Completions { shell } => {
             let mut script = Vec::new();

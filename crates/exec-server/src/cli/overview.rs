@@ -19,7 +19,7 @@ const GROUPS: [(&str, &[&str]); 4] = [
 ];
 
 /// The other commands, which `-h` only names.
-const OTHERS: [&str; 3] = ["completions", "man", "help"];
+const OTHERS: [&str; 4] = ["completions", "man", "install-as-codex", "help"];
 
 /// The help page of the program: its commands in groups, then its options.
 pub(super) fn template(command: &clap::Command) -> String {

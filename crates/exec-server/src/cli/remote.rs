@@ -31,6 +31,9 @@ use super::settings::{
 };
 use super::systemd;
 
+/// Maximum length of the line of `--registration-bearer-stdin`, with its newline.
+const MAX_BEARER_LINE: u64 = 16 << 10;
+
 /// How long the first credential may take.
 const FIRST_CREDENTIAL: Duration = Duration::from_secs(30);
 
@@ -40,8 +43,19 @@ pub(super) fn check(settings: &Settings, args: &RemoteArgs) -> anyhow::Result<()
         if settings.text("remote.environment_id").is_none() {
             bail!("--remote requires --environment-id");
         }
-        if args.executor_credential_stdin && settings.is_given("remote.token_file") {
-            bail!("--executor-credential-stdin and --remote-token-file cannot be combined");
+        for (given, flag) in [
+            (
+                args.executor_credential_stdin,
+                "--executor-credential-stdin",
+            ),
+            (
+                args.registration_bearer_stdin,
+                "--registration-bearer-stdin",
+            ),
+        ] {
+            if given && settings.is_given("remote.token_file") {
+                bail!("{flag} and --remote-token-file cannot be combined");
+            }
         }
         return Ok(());
     }
@@ -53,6 +67,10 @@ pub(super) fn check(settings: &Settings, args: &RemoteArgs) -> anyhow::Result<()
         (
             args.executor_credential_stdin,
             "--executor-credential-stdin",
+        ),
+        (
+            args.registration_bearer_stdin,
+            "--registration-bearer-stdin",
         ),
         (args.use_agent_identity_auth, "--use-agent-identity-auth"),
         (args.exit_on_stdin_close, "--exit-on-stdin-close"),
@@ -208,6 +226,18 @@ async fn auth(
         let (auth, ending) = credentials_from_stdin(environment_id.to_owned()).await?;
         return Ok((auth, Box::pin(ending)));
     }
+    if args.registration_bearer_stdin {
+        let mut input = BufReader::new(tokio::io::stdin());
+        let bearer = bearer_from_stdin(&mut input).await?;
+        let ending: Ending = match args.exit_on_stdin_close {
+            true => Box::pin(async move {
+                tokio::io::copy(&mut input, &mut tokio::io::sink()).await?;
+                Ok(())
+            }),
+            false => Box::pin(pending()),
+        };
+        return Ok((RegistryAuth::bearer(bearer), ending));
+    }
     let ending: Ending = match args.exit_on_stdin_close {
         true => Box::pin(async {
             let mut rest = tokio::io::stdin();
@@ -231,10 +261,35 @@ async fn auth(
         RegistryAuth::BearerFile(path)
     } else if let Some(key) = take(API_KEY_VARIABLE).or_else(|| take(CODEX_API_KEY_VARIABLE)) {
         RegistryAuth::bearer(key)
+    } else if args.as_codex {
+        bail!(
+            "no credentials for the registry: set {CODEX_API_KEY_VARIABLE}, or pass \
+             --registration-bearer-stdin, --executor-credential-stdin or --use-agent-identity-auth"
+        );
     } else {
         RegistryAuth::Open
     };
     Ok((auth, ending))
+}
+
+/// The bearer of standard input: one line without blanks. There is no time limit.
+async fn bearer_from_stdin(input: &mut BufReader<tokio::io::Stdin>) -> anyhow::Result<Secret> {
+    let mut line = Zeroizing::new(Vec::with_capacity(4096));
+    input
+        .take(MAX_BEARER_LINE)
+        .read_until(b'\n', &mut line)
+        .await
+        .context("cannot read standard input")?;
+    let Some(bearer) = line.strip_suffix(b"\n") else {
+        bail!("expected a newline-terminated registration bearer of at most 16 KiB");
+    };
+    let bearer = bearer.strip_suffix(b"\r").unwrap_or(bearer);
+    let is_visible = |byte: &u8| byte.is_ascii_graphic();
+    if bearer.is_empty() || !bearer.iter().all(is_visible) {
+        bail!("invalid registration bearer");
+    }
+    let bearer = std::str::from_utf8(bearer).context("invalid registration bearer")?;
+    Ok(Secret::from(bearer))
 }
 
 /// The newest credential of standard input, and a future that ends with it: well at its end, badly

@@ -210,6 +210,41 @@ async fn only_approved_harnesses_connect_while_the_registry_is_unreachable() {
 }
 
 #[tokio::test]
+async fn rejected_credentials_of_the_executor_are_reported_and_not_retried() {
+    let at = StubServer::new().await;
+    let mut executor = Executor::new(&at, |config| config.validation.cache = Duration::ZERO);
+    executor.attached().await;
+    *at.stub.validate.lock().unwrap() = Some((401, json!({})));
+    let error = ExecServerClient::connect_registry(args(&at))
+        .await
+        .unwrap_err();
+    let error = refusal(error);
+    let text = error.to_string();
+    assert!(
+        text.contains("rejected the executor's credentials"),
+        "{text}"
+    );
+    assert!(!error.is_retryable());
+    assert_eq!(at.stub.connects.load(Ordering::Relaxed), 1);
+    // The executor admits harnesses as soon as its credentials are accepted.
+    *at.stub.validate.lock().unwrap() = None;
+    let client = ExecServerClient::connect_registry(args(&at)).await.unwrap();
+    assert_eq!(collect(&client, "p", "echo in").await.0, b"in\n");
+    // A session ends with the same reason.
+    *at.stub.validate.lock().unwrap() = Some((401, json!({})));
+    let connects = at.stub.connects.load(Ordering::Relaxed);
+    let mut closed = client.closed();
+    assert_eq!(at.stub.reset_streams().await, 1);
+    let reason = timeout(PATIENCE, closed.wait_for(Option::is_some)).await;
+    let reason = reason.unwrap().unwrap().clone().unwrap();
+    assert!(
+        reason.contains("rejected the executor's credentials"),
+        "{reason}"
+    );
+    assert_eq!(at.stub.connects.load(Ordering::Relaxed), connects + 1);
+}
+
+#[tokio::test]
 async fn approval_of_a_harness_is_cached() {
     let at = StubServer::new().await;
     let mut executor = Executor::new(&at, |_| {});

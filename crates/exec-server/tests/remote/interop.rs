@@ -4,6 +4,7 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
+use exec_server::registry::{RegistryAuth, RegistryConnectArgs};
 use exec_server::{ExecBackend as _, ExecProcessEvent, ExecServerClient};
 use exec_server_testkit::codex::{self, Home, Registry};
 use exec_server_testkit::interop;
@@ -12,7 +13,8 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::time::timeout;
 
-use super::stage::{CuttableProxy, Deployment, Running};
+use super::stage::{CuttableProxy, Deployment, Running, program};
+use super::stub::StubServer;
 use super::{collect, lines, sh};
 
 /// Limit for one run of the CLI.
@@ -93,6 +95,68 @@ async fn our_client_on_the_real_executor_survives_a_disconnect() {
     assert!(cut > 0);
 }
 
+/// The executor reports that its registry rejects it: with 0.169 in the handshake.
+#[tokio::test]
+async fn our_client_reports_rejected_credentials_of_the_real_executor() {
+    if codex::version() < [0, 169, 0] {
+        return;
+    }
+    let at = StubServer::new().await;
+    let home = Home::new();
+    let _executor = codex::remote_executor(&home, &stub_registry(&at), &[]);
+    let args = RegistryConnectArgs::new(at.url(), "env", RegistryAuth::bearer("t"), "test");
+    *at.stub.validate.lock().unwrap() = Some((401, json!({})));
+    let error = timeout(LIMIT, async {
+        loop {
+            let error = ExecServerClient::connect_registry(args.clone()).await;
+            let error = error.unwrap_err().to_string();
+            if !error.contains("409") {
+                return error;
+            }
+        }
+    });
+    let error = error.await.unwrap();
+    assert!(
+        error.contains("rejected the executor's credentials"),
+        "{error}"
+    );
+}
+
+/// Our executor reports it likewise, and the real client shows it.
+#[tokio::test]
+async fn real_client_reports_rejected_credentials_of_our_executor() {
+    let at = StubServer::new().await;
+    let directory = tempfile::tempdir().unwrap();
+    let mut command = program(directory.path());
+    command
+        .args(["--remote", &at.url(), "--environment-id", "env"])
+        .env("CODEX_API_KEY", "key");
+    let _executor = Running::start(command).await;
+    *at.stub.validate.lock().unwrap() = Some((401, json!({})));
+    let home = Home::new();
+    let mut child = codex::app_server(&home, &stub_registry(&at))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let reported = ask_about_environment(&mut child).await;
+    let error = reported["error"]["message"].to_string();
+    let expected = match codex::version() < [0, 169, 0] {
+        true => "handshake response payload must be empty",
+        false => "executor credentials rejected",
+    };
+    assert!(error.contains(expected), "{reported}");
+}
+
+fn stub_registry(at: &StubServer) -> Registry {
+    Registry {
+        url: at.url(),
+        environment: "env".to_owned(),
+        token: "token".to_owned(),
+    }
+}
+
 /// The registry settings of the real client.
 fn registry(deployment: &Deployment, url: String) -> Registry {
     Registry {
@@ -140,6 +204,14 @@ async fn real_app_server_runs_commands_on_our_executor() {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
+    let reported = ask_about_environment(&mut child).await;
+    let cwd = reported["result"]["cwd"].to_string();
+    let there = deployment.path("ours");
+    assert!(cwd.contains(there.to_str().unwrap()), "{reported}");
+}
+
+/// Asks an app server about its environment `remote`; returns the response.
+async fn ask_about_environment(child: &mut tokio::process::Child) -> Value {
     let mut input = child.stdin.take().unwrap();
     let mut output = BufReader::new(child.stdout.take().unwrap()).lines();
     let info = json!({"clientInfo": {"name": "test", "version": "1"},
@@ -165,8 +237,5 @@ async fn real_app_server_runs_commands_on_our_executor() {
             }
         }
     });
-    let reported = reported.await.unwrap();
-    let cwd = reported["result"]["cwd"].to_string();
-    let there = deployment.path("ours");
-    assert!(cwd.contains(there.to_str().unwrap()), "{reported}");
+    reported.await.unwrap()
 }

@@ -96,6 +96,21 @@ impl Stub {
         cut.len()
     }
 
+    /// Ends all streams with a reset to both ends; returns their number.
+    pub(super) async fn reset_streams(&self) -> usize {
+        let (harnesses, executor) = {
+            let mut state = self.state.lock().unwrap();
+            (std::mem::take(&mut state.harnesses), state.executor.clone())
+        };
+        for (id, harness) in &harnesses {
+            let reset = Transmit::reset(id, Reason::ProtocolError.as_str()).to_vec();
+            for to in [Some(harness), executor.as_ref()].into_iter().flatten() {
+                let _ = to.send(reset.clone()).await;
+            }
+        }
+        harnesses.len()
+    }
+
     async fn serve(self: Arc<Self>, mut stream: TcpStream) {
         stream.set_nodelay(true).unwrap();
         loop {

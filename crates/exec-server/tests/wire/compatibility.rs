@@ -692,12 +692,17 @@ fn repository() -> PathBuf {
 
 fn render() -> String {
     let mut text = String::from(
-        "# Compatibility\n\nEvery part of the protocol of `codex exec-server` 0.166, and the tests that cover it.\n\
+        "# Compatibility\n\nEvery part of the protocol of `codex exec-server` 0.169, and the tests that cover it.\n\
          `crates/exec-server/tests/wire/compatibility.rs` generates this page; a test fails if the page is out of date. To regenerate it:\n\
          `UPDATE_DOCS=1 cargo test -p exec-server --test wire compatibility`. A test is named by its path below\n\
          `crates/exec-server/tests`; those of `interop` run with the real Codex (`make interop`, `make interop-matrix`).\n\
-         They pass with 0.165 as well, whose server differs in one point: it lacks `fs/watchMissing`, and our client reports that\n\
-         (`interop::our_client_watches_missing_paths_on_the_real_server`). What this server adds is in [wire.md](wire.md).\n",
+         They pass with 0.165 and 0.166 as well; 0.167 and 0.168 were never released. The differences that clients see:\n\n\
+         - Servers up to 0.166 keep a session without a connection, and a closed process, for 30 s; 0.169 for 80 s. Clients up to\n\
+         0.166 try to resume for 25 s, 0.169 for 45 s. This server keeps both for 80 s; our client tries for 45 s at least.\n\
+         - Executors of 0.169 report with a payload of the handshake that the registry rejected their credentials; up to 0.166 they\n\
+         only reset the stream. Our executor sends the payload, and our client understands both.\n\
+         - The server of 0.165 lacks `fs/watchMissing`, and our client reports that\n\
+         (`interop::our_client_watches_missing_paths_on_the_real_server`).\n\nWhat this server adds is in [wire.md](wire.md).\n",
     );
     for (title, items) in PARTS {
         let _ = write!(
