@@ -288,7 +288,7 @@ impl Outage {
     ///
     /// # Panics
     ///
-    /// The port was taken in the meantime.
+    /// Another program listens on the port after the outage.
     pub async fn occur(&self, refused: Duration, stalled: Duration) {
         let forwarding = std::mem::replace(
             &mut *self.forwarding.lock(),

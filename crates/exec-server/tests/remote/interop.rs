@@ -140,7 +140,7 @@ async fn real_client_reports_rejected_credentials_of_our_executor() {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let reported = ask_about_environment(&mut child).await;
+    let reported = environment_response(&mut child).await;
     let error = reported["error"]["message"].to_string();
     let expected = match codex::version() < [0, 169, 0] {
         true => "handshake response payload must be empty",
@@ -204,14 +204,14 @@ async fn real_app_server_runs_commands_on_our_executor() {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let reported = ask_about_environment(&mut child).await;
+    let reported = environment_response(&mut child).await;
     let cwd = reported["result"]["cwd"].to_string();
     let there = deployment.path("ours");
     assert!(cwd.contains(there.to_str().unwrap()), "{reported}");
 }
 
-/// Asks an app server about its environment `remote`; returns the response.
-async fn ask_about_environment(child: &mut tokio::process::Child) -> Value {
+/// Requests the information about the environment `remote` from an app server; returns the response.
+async fn environment_response(child: &mut tokio::process::Child) -> Value {
     let mut input = child.stdin.take().unwrap();
     let mut output = BufReader::new(child.stdout.take().unwrap()).lines();
     let info = json!({"clientInfo": {"name": "test", "version": "1"},
