@@ -437,7 +437,7 @@ const PARTS: &[Part] = &[
                 "envPolicy",
                 Served,
                 &[
-                    "executor/src/env.rs::policies_filter_then_set_then_narrow",
+                    "engine/src/env.rs::policies_filter_then_set_then_narrow",
                     "wire/snapshot::request_environment_overrides_start_up_files",
                 ],
             ),
