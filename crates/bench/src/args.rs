@@ -16,7 +16,7 @@ use crate::scenario::ScenarioName;
 /// Exit codes: 0 done, 1 a target was missed and --check was given, 2 the benchmark itself failed.
 #[derive(Debug, Parser)]
 #[command(version)]
-pub(crate) struct Args {
+pub(crate) struct BenchArgs {
     /// Command of the server under test; `--listen ws://127.0.0.1:0` is appended
     ///
     /// [default: a copy of `exec-server` beside this program]

@@ -5,17 +5,17 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::time::Instant;
 
 use anyhow::ensure;
-use exec_server_transport::frame::{self, Decoder, Opcode, Role, Step};
+use exec_server_transport::frame::{self, DecodeStep, Decoder, Opcode, WebsocketRole};
 use exec_server_transport::{http, tcp};
 use rustix::io::Errno;
 
-use crate::pattern::{Pattern, WRITE_BYTES};
+use crate::pattern::{BytePattern, WRITE_BYTES};
 use crate::stats::median;
 use crate::wire;
 
 /// Writes `total` bytes of the pattern to standard output.
 pub(crate) fn emit(total: u64) -> anyhow::Result<()> {
-    let pattern = Pattern::new();
+    let pattern = BytePattern::new();
     let stdout = rustix::stdio::stdout();
     let mut offset = 0;
     while offset < total {
@@ -30,7 +30,7 @@ pub(crate) fn emit(total: u64) -> anyhow::Result<()> {
 
 /// Reads `total` bytes of the pattern from standard input; fails if one differs.
 pub(crate) fn check(total: u64) -> anyhow::Result<()> {
-    let pattern = Pattern::new();
+    let pattern = BytePattern::new();
     let stdin = rustix::stdio::stdin();
     let mut buffer = vec![0; WRITE_BYTES];
     let mut offset = 0;
@@ -53,7 +53,7 @@ pub(crate) fn check(total: u64) -> anyhow::Result<()> {
 ///
 /// After each handshake it sends `push` bytes of the pattern, in messages like those of a process.
 pub(crate) fn answer_websockets(push: u64) -> anyhow::Result<()> {
-    let pattern = Pattern::new();
+    let pattern = BytePattern::new();
     serve(|stream| {
         if push > 0 {
             push_frames(stream, &pattern, push)?;
@@ -67,12 +67,12 @@ pub(crate) fn answer_websockets(push: u64) -> anyhow::Result<()> {
 pub(crate) fn echo_websockets() -> anyhow::Result<()> {
     const ANSWER: &str = r#"{"id":1,"result":{"isDirectory":false,"isFile":true,"isSymlink":false,"size":4096,"createdAtMs":1700000000000,"modifiedAtMs":1700000000000}}"#;
     serve(|stream| {
-        let mut decoder = Decoder::new(Role::Server);
+        let mut decoder = Decoder::new(WebsocketRole::Server);
         let mut buffer = vec![0; 64 * 1024];
         let (mut filled, mut at, mut out) = (0, 0, Vec::new());
         loop {
             match decoder.step(&mut buffer[..filled], &mut at)? {
-                Step::NeedMore(_) => {
+                DecodeStep::NeedMore(_) => {
                     buffer.copy_within(at..filled, 0);
                     (filled, at) = (filled - at, 0);
                     match stream.read(&mut buffer[filled..])? {
@@ -80,7 +80,7 @@ pub(crate) fn echo_websockets() -> anyhow::Result<()> {
                         read => filled += read,
                     }
                 }
-                Step::Whole { .. } => {
+                DecodeStep::Whole { .. } => {
                     out.clear();
                     frame::push_frame(&mut out, Opcode::Text, None, ANSWER.as_bytes());
                     stream.write_all(&out)?;
@@ -217,7 +217,7 @@ fn accept_handshake(stream: &mut TcpStream) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn push_frames(stream: &mut TcpStream, pattern: &Pattern, total: u64) -> anyhow::Result<()> {
+fn push_frames(stream: &mut TcpStream, pattern: &BytePattern, total: u64) -> anyhow::Result<()> {
     let id = wire::process_id(0);
     let (mut out, mut offset, mut seq) = (Vec::new(), 0, 0);
     while offset < total {

@@ -14,24 +14,24 @@ use std::time::Duration;
 use anyhow::{Context as _, bail, ensure};
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::envelope;
-use exec_server_protocol::method::{Empty, Method, Notification as _};
+use exec_server_protocol::method::{Empty, Method, NotificationMethod as _};
 use exec_server_protocol::process::{Start, StartParams, Terminate, TerminateParams};
 use exec_server_protocol::sandbox::Sandbox;
 use exec_server_protocol::session::{Initialize, InitializeParams, Initialized};
 use exec_server_protocol::{ByteChunk, PathUri, RequestId};
-use exec_server_transport::frame::{self, Decoder, Opcode, Role, Step};
+use exec_server_transport::frame::{self, DecodeStep, Decoder, Opcode, WebsocketRole};
 use exec_server_transport::{http, tcp};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, StreamOwned};
 use serde::Serialize;
 
-use crate::pattern::Pattern;
-use crate::wire::{self, Message};
+use crate::pattern::BytePattern;
+use crate::wire::{self, BenchMessage};
 
 /// A connection and its buffers.
-pub(crate) struct Client {
-    stream: Socket,
+pub(crate) struct BenchClient {
+    stream: BenchSocket,
     decoder: Decoder,
     /// Received bytes are in `unread`; the rest is free space.
     buffer: Vec<u8>,
@@ -54,7 +54,7 @@ pub(crate) struct Encoded {
 }
 
 /// Transport of a connection.
-enum Socket {
+enum BenchSocket {
     Plain(TcpStream),
     Tls(Box<StreamOwned<ClientConnection, ReadAhead>>),
 }
@@ -78,7 +78,7 @@ impl Write for ReadAhead {
     }
 }
 
-impl Read for Socket {
+impl Read for BenchSocket {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         match self {
             Self::Plain(stream) => stream.read(buffer),
@@ -87,7 +87,7 @@ impl Read for Socket {
     }
 }
 
-impl Write for Socket {
+impl Write for BenchSocket {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match self {
             Self::Plain(stream) => stream.write(bytes),
@@ -105,7 +105,7 @@ impl Write for Socket {
 
 /// Standard streams of a child.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Stdio {
+pub(crate) enum ChildStdio {
     /// No input; pipes for output.
     Pipe,
     /// Pipes for input and output.
@@ -114,7 +114,7 @@ pub(crate) enum Stdio {
     Tty,
 }
 
-impl Client {
+impl BenchClient {
     /// 256 KiB: beyond the second-level cache larger reads are slower.
     const READ_BYTES: usize = 256 * 1024;
     /// Read timeout: longer than any scenario waits for a message.
@@ -129,13 +129,13 @@ impl Client {
         Self::upgrade(TcpStream::connect(address)?, "")
     }
 
-    /// As [`Client::connect`], with a token.
+    /// As [`BenchClient::connect`], with a token.
     pub(crate) fn connect_as(address: SocketAddr, token: &str) -> anyhow::Result<Self> {
         let header = format!("Authorization: Bearer {token}\r\n");
         Self::upgrade(TcpStream::connect(address)?, &header)
     }
 
-    /// As [`Client::connect`], over TLS.
+    /// As [`BenchClient::connect`], over TLS.
     pub(crate) fn connect_tls(
         address: SocketAddr,
         config: &Arc<ClientConfig>,
@@ -145,7 +145,7 @@ impl Client {
         let stream = Self::prepare(TcpStream::connect(address)?)?;
         let stream = ReadAhead(BufReader::with_capacity(Self::READ_BYTES, stream));
         let stream = Box::new(StreamOwned::new(session, stream));
-        Self::upgrade_over(Socket::Tls(stream), "")
+        Self::upgrade_over(BenchSocket::Tls(stream), "")
     }
 
     /// Connects with a fixed receive buffer instead of one that grows with the traffic. Reads are
@@ -172,10 +172,10 @@ impl Client {
 
     /// `headers` are complete lines.
     fn upgrade(stream: TcpStream, headers: &str) -> anyhow::Result<Self> {
-        Self::upgrade_over(Socket::Plain(Self::prepare(stream)?), headers)
+        Self::upgrade_over(BenchSocket::Plain(Self::prepare(stream)?), headers)
     }
 
-    fn upgrade_over(mut stream: Socket, headers: &str) -> anyhow::Result<Self> {
+    fn upgrade_over(mut stream: BenchSocket, headers: &str) -> anyhow::Result<Self> {
         let request = format!(
             "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
              Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {}\r\n{headers}\r\n",
@@ -207,7 +207,7 @@ impl Client {
         );
         Ok(Self {
             stream,
-            decoder: Decoder::new(Role::Client),
+            decoder: Decoder::new(WebsocketRole::Client),
             buffer,
             unread: head..filled,
             read_bytes: Self::READ_BYTES,
@@ -219,7 +219,7 @@ impl Client {
         })
     }
 
-    /// Sends `initialize` and waits for its response; [`Client::initialized`] completes the
+    /// Sends `initialize` and waits for its response; [`BenchClient::initialized`] completes the
     /// handshake.
     pub(crate) fn initialize(&mut self) -> anyhow::Result<()> {
         let params = InitializeParams {
@@ -228,7 +228,7 @@ impl Client {
         };
         let id = self.request::<Initialize>(&params)?;
         loop {
-            if let Message::Response {
+            if let BenchMessage::Response {
                 id: answered,
                 result,
             } = self.receive()?
@@ -263,26 +263,26 @@ impl Client {
     }
 
     /// Sends `process/start`; returns the ids of the request and the process.
-    pub(crate) fn start(&mut self, argv: &[&str], stdio: Stdio) -> anyhow::Result<(i64, u64)> {
+    pub(crate) fn start(&mut self, argv: &[&str], stdio: ChildStdio) -> anyhow::Result<(i64, u64)> {
         self.start_in(None, argv, stdio)
     }
 
-    /// As [`Client::start`], under a policy.
+    /// As [`BenchClient::start`], under a policy.
     pub(crate) fn start_in(
         &mut self,
         sandbox: Option<&Sandbox>,
         argv: &[&str],
-        stdio: Stdio,
+        stdio: ChildStdio,
     ) -> anyhow::Result<(i64, u64)> {
         self.start_with(sandbox, argv, stdio, |_| {})
     }
 
-    /// As [`Client::start_in`]; `set` can change the params.
+    /// As [`BenchClient::start_in`]; `set` can change the params.
     pub(crate) fn start_with(
         &mut self,
         sandbox: Option<&Sandbox>,
         argv: &[&str],
-        stdio: Stdio,
+        stdio: ChildStdio,
         set: impl FnOnce(&mut StartParams),
     ) -> anyhow::Result<(i64, u64)> {
         let process = self.next_process;
@@ -292,8 +292,8 @@ impl Client {
             argv: argv.iter().map(|&word| word.to_owned()).collect(),
             cwd: PathUri::parse("file:///")?,
             env: [("PATH".to_owned(), "/usr/local/bin:/usr/bin:/bin".to_owned())].into(),
-            tty: stdio == Stdio::Tty,
-            pipe_stdin: stdio == Stdio::PipeWithInput,
+            tty: stdio == ChildStdio::Tty,
+            pipe_stdin: stdio == ChildStdio::PipeWithInput,
             sandbox: sandbox.cloned(),
             ..Default::default()
         };
@@ -305,7 +305,7 @@ impl Client {
     pub(crate) fn write_pattern(
         &mut self,
         process: u64,
-        pattern: &Pattern,
+        pattern: &BytePattern,
         offset: u64,
         len: usize,
     ) -> anyhow::Result<Encoded> {
@@ -371,11 +371,11 @@ impl Client {
         !self.unread.is_empty()
     }
 
-    /// Encodes `fs/writeFile` with `len` bytes of the pattern, to be sent by [`Client::flush`].
+    /// Encodes `fs/writeFile` with `len` bytes of the pattern, to be sent by [`BenchClient::flush`].
     pub(crate) fn queue_file(
         &mut self,
         path: &str,
-        pattern: &Pattern,
+        pattern: &BytePattern,
         len: usize,
     ) -> anyhow::Result<i64> {
         let id = self.take_id();
@@ -395,7 +395,7 @@ impl Client {
     pub(crate) fn write_block(
         &mut self,
         handle: &str,
-        pattern: &Pattern,
+        pattern: &BytePattern,
         offset: u64,
         len: usize,
     ) -> anyhow::Result<Encoded> {
@@ -438,7 +438,7 @@ impl Client {
     /// Waits for the response to one request and skips everything before it.
     pub(crate) fn answer(&mut self, request: i64) -> anyhow::Result<()> {
         loop {
-            if matches!(self.receive()?, Message::Response { id, .. } if id == request) {
+            if matches!(self.receive()?, BenchMessage::Response { id, .. } if id == request) {
                 return Ok(());
             }
         }
@@ -447,7 +447,7 @@ impl Client {
     /// Waits for `count` responses in any order and skips everything between them.
     pub(crate) fn answers(&mut self, mut count: usize) -> anyhow::Result<()> {
         while count > 0 {
-            count -= usize::from(matches!(self.receive()?, Message::Response { .. }));
+            count -= usize::from(matches!(self.receive()?, BenchMessage::Response { .. }));
         }
         Ok(())
     }
@@ -455,31 +455,35 @@ impl Client {
     /// Waits for `process/closed` and skips everything before it.
     pub(crate) fn closed(&mut self, process: u64) -> anyhow::Result<()> {
         loop {
-            if matches!(self.receive()?, Message::Closed { process: p, .. } if p == process) {
+            if matches!(self.receive()?, BenchMessage::Closed { process: p, .. } if p == process) {
                 return Ok(());
             }
         }
     }
 
     /// Receives the next message.
-    pub(crate) fn receive(&mut self) -> anyhow::Result<Message<'_>> {
+    pub(crate) fn receive(&mut self) -> anyhow::Result<BenchMessage<'_>> {
         loop {
             let Range { start, end } = self.unread.clone();
             let mut at = start;
             let step = self.decoder.step(&mut self.buffer[..end], &mut at)?;
             self.unread.start = at;
             match step {
-                Step::Whole { payload, .. } => return Message::decode(&self.buffer[payload]),
-                Step::Assembled { .. } => return Message::decode(self.decoder.assembled()),
-                Step::Fragment => {}
-                Step::NeedMore(missing) => self.fill(missing)?,
-                Step::Control(Opcode::Ping, payload) => {
+                DecodeStep::Whole { payload, .. } => {
+                    return BenchMessage::decode(&self.buffer[payload]);
+                }
+                DecodeStep::Assembled { .. } => {
+                    return BenchMessage::decode(self.decoder.assembled());
+                }
+                DecodeStep::Fragment => {}
+                DecodeStep::NeedMore(missing) => self.fill(missing)?,
+                DecodeStep::Control(Opcode::Ping, payload) => {
                     let payload = self.buffer[payload].to_vec();
                     frame::push_frame(&mut self.out, Opcode::Pong, Some(Self::MASK), &payload);
                     self.flush()?;
                 }
-                Step::Control(Opcode::Close, _) => bail!("the server closed the connection"),
-                Step::Control(..) => {}
+                DecodeStep::Control(Opcode::Close, _) => bail!("the server closed the connection"),
+                DecodeStep::Control(..) => {}
             }
         }
     }
@@ -539,7 +543,7 @@ impl Client {
         self.flush()
     }
 
-    /// Encodes a message, to be sent by [`Client::flush`].
+    /// Encodes a message, to be sent by [`BenchClient::flush`].
     fn queue<E>(&mut self, write: impl FnOnce(&mut Vec<u8>) -> Result<(), E>) -> anyhow::Result<()>
     where
         anyhow::Error: From<E>,
@@ -549,7 +553,7 @@ impl Client {
         self.queue_long(HINT, write)
     }
 
-    /// As [`Client::queue`], with an expected length: if it is wrong, the payload is moved once
+    /// As [`BenchClient::queue`], with an expected length: if it is wrong, the payload is moved once
     /// more.
     fn queue_long<E>(
         &mut self,

@@ -13,7 +13,7 @@ use exec_server_transport::tcp;
 use rustix::fs::{Mode, OFlags};
 use rustix::pty::OpenptFlags;
 
-use crate::client::Client;
+use crate::client::BenchClient;
 use crate::placement::Placement;
 use crate::stats::median;
 
@@ -254,7 +254,7 @@ impl WebsocketResponder {
         let mut samples = Vec::with_capacity(count);
         for _ in 0..count {
             let start = Instant::now();
-            let client = Client::connect(self.address)?;
+            let client = BenchClient::connect(self.address)?;
             samples.push(start.elapsed().as_secs_f64());
             drop(client);
             pause();
@@ -266,7 +266,7 @@ impl WebsocketResponder {
 /// Median seconds of a message and its response over a websocket, both short JSON.
 pub(crate) fn round_trip(bench: &Path, count: usize) -> anyhow::Result<f64> {
     let responder = WebsocketResponder::start_echo(bench)?;
-    let mut client = Client::connect(responder.address)?;
+    let mut client = BenchClient::connect(responder.address)?;
     let mut round = || -> anyhow::Result<f64> {
         let start = Instant::now();
         client.ask("fs/getMetadata", r#"{"path":"file:///tmp/some/path"}"#)?;

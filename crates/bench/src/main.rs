@@ -25,13 +25,13 @@ use clap::Parser as _;
 use rustix::fs::Advice;
 use rustix::process::{Resource, Rlimit};
 
-use crate::args::Args;
-use crate::report::Verdict;
-use crate::scenario::{Bench, Side};
-use crate::server::{CommandLine, Server};
+use crate::args::BenchArgs;
+use crate::report::GoalVerdict;
+use crate::scenario::{Bench, BenchSide};
+use crate::server::{BenchServer, CommandLine};
 
 fn main() -> ExitCode {
-    let args = Args::parse();
+    let args = BenchArgs::parse();
     let done = |result: anyhow::Result<()>| result.map(|()| ExitCode::SUCCESS);
     let result = if let Some(total) = args.emit_pattern {
         done(child::emit(total))
@@ -64,19 +64,19 @@ fn main() -> ExitCode {
     })
 }
 
-fn run(args: &Args) -> anyhow::Result<ExitCode> {
+fn run(args: &BenchArgs) -> anyhow::Result<ExitCode> {
     raise_descriptor_limit();
     let own = std::env::current_exe().context("cannot find this program")?;
     let server = match &args.server {
         Some(text) => CommandLine::parse(text)?,
         None => CommandLine::program(&copy_as_installed(&own.with_file_name("exec-server"))?),
     };
-    let mut sides = vec![Side {
+    let mut sides = vec![BenchSide {
         name: "server",
         command: server,
     }];
     if let Some(text) = &args.peer {
-        sides.push(Side {
+        sides.push(BenchSide {
             name: "peer",
             command: CommandLine::parse(text)?,
         });
@@ -89,7 +89,8 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
         });
     }
     for side in &sides {
-        Server::start(&side.command).with_context(|| format!("the {} does not run", side.name))?;
+        BenchServer::start(&side.command)
+            .with_context(|| format!("the {} does not run", side.name))?;
     }
     warn_of_load();
     let bench = Bench {
@@ -107,7 +108,7 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     let missed = rows
         .iter()
-        .filter(|row| row.verdict() == Some(Verdict::Miss))
+        .filter(|row| row.verdict() == Some(GoalVerdict::Miss))
         .count();
     if missed > 0 {
         writeln!(

@@ -14,14 +14,14 @@ const PERIOD: usize = 3 * 21_841;
 pub(crate) const WRITE_BYTES: usize = 64 * 1024;
 
 /// The pattern as bytes and as base64.
-pub(crate) struct Pattern {
+pub(crate) struct BytePattern {
     /// One period and one more write, so that every write is one slice.
     bytes: Vec<u8>,
     /// Base64 of one period that starts at byte 0, 1 and 2.
     texts: [Vec<u8>; 3],
 }
 
-impl Pattern {
+impl BytePattern {
     /// Creates the pattern, which is always the same.
     pub(crate) fn new() -> Self {
         let mut state = 0x9E37_79B9_7F4A_7C15_u64;
@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn base64_is_written_and_checked_at_any_offset_and_length() {
-        let pattern = Pattern::new();
+        let pattern = BytePattern::new();
         for offset in [0, 1, 2, 3, 65_522, 65_523, 65_536, 10_000_001] {
             for len in [0, 1, 2, 3, 4, 8_192, 65_535, 65_536, 65_537, 200_000] {
                 let mut bytes = Vec::new();
@@ -149,7 +149,7 @@ mod tests {
 
     #[test]
     fn changed_chunk_is_detected() {
-        let pattern = Pattern::new();
+        let pattern = BytePattern::new();
         let text = |offset, len| {
             let mut text = Vec::new();
             pattern.push_text(offset, len, &mut text);

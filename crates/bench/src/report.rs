@@ -120,7 +120,7 @@ pub(crate) enum Goal {
 /// Result of comparing a figure with a goal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub(crate) enum Verdict {
+pub(crate) enum GoalVerdict {
     /// The required goal is missed, or there is no figure.
     Miss,
     /// The required goal is reached.
@@ -130,11 +130,11 @@ pub(crate) enum Verdict {
 }
 
 /// Figure of one side, or its failure.
-pub(crate) type Outcome = Result<Figure, String>;
+pub(crate) type FigureOutcome = Result<Figure, String>;
 
 /// One row of the table.
 #[derive(Debug, Clone)]
-pub(crate) struct Row {
+pub(crate) struct ReportRow {
     /// Name of the measurement.
     pub(crate) name: String,
     /// How it is counted.
@@ -144,20 +144,20 @@ pub(crate) struct Row {
     /// Goals of the server's figure.
     pub(crate) goals: Vec<Goal>,
     /// The server under test.
-    pub(crate) server: Outcome,
+    pub(crate) server: FigureOutcome,
     /// The peer, if there is one.
-    pub(crate) peer: Option<Outcome>,
+    pub(crate) peer: Option<FigureOutcome>,
 }
 
-impl Row {
+impl ReportRow {
     /// Returns the worst verdict over all goals that can be judged; `None` without goals.
-    pub(crate) fn verdict(&self) -> Option<Verdict> {
+    pub(crate) fn verdict(&self) -> Option<GoalVerdict> {
         self.goals.iter().filter_map(|goal| self.judge(goal)).min()
     }
 
-    fn judge(&self, goal: &Goal) -> Option<Verdict> {
+    fn judge(&self, goal: &Goal) -> Option<GoalVerdict> {
         let Ok(figure) = &self.server else {
-            return Some(Verdict::Miss);
+            return Some(GoalVerdict::Miss);
         };
         let (seen, limit, aim, more) = match *goal {
             Goal::Base { limit, aim } => (figure.ratio()?, limit, aim, self.unit.more_is_better()),
@@ -181,9 +181,9 @@ impl Row {
         };
         let reaches = |bound: f64| if more { seen >= bound } else { seen <= bound };
         Some(match (reaches(limit), reaches(aim)) {
-            (true, true) if aim != limit => Verdict::Aim,
-            (true, _) => Verdict::Pass,
-            (false, _) => Verdict::Miss,
+            (true, true) if aim != limit => GoalVerdict::Aim,
+            (true, _) => GoalVerdict::Pass,
+            (false, _) => GoalVerdict::Miss,
         })
     }
 
@@ -237,7 +237,7 @@ impl Row {
 
     fn cells(&self) -> [String; 9] {
         let times = |ratio: Option<f64>| ratio.map(|r| format!("{r:.2}x")).unwrap_or_default();
-        let value = |outcome: &Outcome| match outcome {
+        let value = |outcome: &FigureOutcome| match outcome {
             Ok(figure) => self.unit.show(figure.value),
             Err(_) => "failed".to_owned(),
         };
@@ -249,9 +249,9 @@ impl Row {
         };
         let verdict = match self.verdict() {
             None => "",
-            Some(Verdict::Miss) => "MISS",
-            Some(Verdict::Pass) => "pass",
-            Some(Verdict::Aim) => "pass+",
+            Some(GoalVerdict::Miss) => "MISS",
+            Some(GoalVerdict::Pass) => "pass",
+            Some(GoalVerdict::Aim) => "pass+",
         };
         [
             self.name.clone(),
@@ -267,7 +267,7 @@ impl Row {
     }
 
     fn notes(&self) -> Vec<String> {
-        let failed = |who: &str, outcome: &Outcome| {
+        let failed = |who: &str, outcome: &FigureOutcome| {
             outcome
                 .as_ref()
                 .err()
@@ -284,14 +284,14 @@ impl Row {
 }
 
 /// Returns the rows as JSON: figures in seconds, bytes or per second, with ratios and verdicts.
-pub(crate) fn json(rows: &[Row]) -> Value {
-    let outcome = |outcome: &Outcome| match outcome {
+pub(crate) fn json(rows: &[ReportRow]) -> Value {
+    let outcome = |outcome: &FigureOutcome| match outcome {
         Ok(figure) => {
             json!({ "value": figure.value, "base": figure.base, "ratio": figure.ratio() })
         }
         Err(reason) => json!({ "error": reason }),
     };
-    let row = |row: &Row| {
+    let row = |row: &ReportRow| {
         json!({
             "name": row.name,
             "unit": row.unit,
@@ -307,7 +307,7 @@ pub(crate) fn json(rows: &[Row]) -> Value {
 }
 
 /// Returns the table, with notes below it.
-pub(crate) fn table(rows: &[Row], with_peer: bool) -> String {
+pub(crate) fn table(rows: &[ReportRow], with_peer: bool) -> String {
     const TITLES: [&str; 9] = [
         "scenario", "ratio", "target", "", "server", "floor", "peer", "ratio", "better",
     ];
@@ -317,7 +317,7 @@ pub(crate) fn table(rows: &[Row], with_peer: bool) -> String {
         TITLES.len() - 3
     };
     let mut lines = vec![TITLES.map(str::to_owned)];
-    lines.extend(rows.iter().map(Row::cells));
+    lines.extend(rows.iter().map(ReportRow::cells));
     let widths: Vec<usize> = (0..columns)
         .map(|column| {
             lines
@@ -340,7 +340,7 @@ pub(crate) fn table(rows: &[Row], with_peer: bool) -> String {
             text.push('\n');
         }
     }
-    let notes: Vec<String> = rows.iter().flat_map(Row::notes).collect();
+    let notes: Vec<String> = rows.iter().flat_map(ReportRow::notes).collect();
     if !notes.is_empty() {
         text.push('\n');
         for note in notes {
@@ -354,8 +354,8 @@ pub(crate) fn table(rows: &[Row], with_peer: bool) -> String {
 mod tests {
     use super::*;
 
-    fn row(unit: Unit, goals: Vec<Goal>, server: Figure, peer: Option<f64>) -> Row {
-        Row {
+    fn row(unit: Unit, goals: Vec<Goal>, server: Figure, peer: Option<f64>) -> ReportRow {
+        ReportRow {
             name: "x".to_owned(),
             unit,
             base: "floor",
@@ -372,9 +372,9 @@ mod tests {
             aim: 1.3,
         };
         let slow = |value| row(Unit::Seconds, vec![goal], Figure::against(value, 1.0), None);
-        assert_eq!(slow(1.2).verdict(), Some(Verdict::Aim));
-        assert_eq!(slow(1.5).verdict(), Some(Verdict::Pass));
-        assert_eq!(slow(1.8).verdict(), Some(Verdict::Miss));
+        assert_eq!(slow(1.2).verdict(), Some(GoalVerdict::Aim));
+        assert_eq!(slow(1.5).verdict(), Some(GoalVerdict::Pass));
+        assert_eq!(slow(1.8).verdict(), Some(GoalVerdict::Miss));
         let goal = Goal::Base {
             limit: 0.7,
             aim: 0.9,
@@ -387,8 +387,8 @@ mod tests {
                 None,
             )
         };
-        assert_eq!(rate(1.0).verdict(), Some(Verdict::Aim));
-        assert_eq!(rate(0.6).verdict(), Some(Verdict::Miss));
+        assert_eq!(rate(1.0).verdict(), Some(GoalVerdict::Aim));
+        assert_eq!(rate(0.6).verdict(), Some(GoalVerdict::Miss));
     }
 
     #[test]
@@ -402,9 +402,9 @@ mod tests {
         ];
         let figure = Figure::against(4.0, 10.0);
         let verdict = |peer| row(Unit::BytesPerSecond, goals.clone(), figure, peer).verdict();
-        assert_eq!(verdict(None), Some(Verdict::Pass));
-        assert_eq!(verdict(Some(1.0)), Some(Verdict::Pass));
-        assert_eq!(verdict(Some(3.0)), Some(Verdict::Miss));
+        assert_eq!(verdict(None), Some(GoalVerdict::Pass));
+        assert_eq!(verdict(Some(1.0)), Some(GoalVerdict::Pass));
+        assert_eq!(verdict(Some(3.0)), Some(GoalVerdict::Miss));
     }
 
     #[test]
@@ -416,7 +416,7 @@ mod tests {
             limit: 1.0,
             aim: 1.0,
         });
-        assert_eq!(failed.verdict(), Some(Verdict::Miss));
+        assert_eq!(failed.verdict(), Some(GoalVerdict::Miss));
         assert!(table(&[failed], false).contains("x: server failed: gone"));
     }
 }

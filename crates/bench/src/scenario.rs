@@ -37,8 +37,8 @@ use std::time::Instant;
 use clap::ValueEnum;
 
 use crate::placement::Placement;
-use crate::report::{Figure, Goal, Outcome, Row, Unit};
-use crate::server::{CommandLine, Server};
+use crate::report::{Figure, FigureOutcome, Goal, ReportRow, Unit};
+use crate::server::{BenchServer, CommandLine};
 use crate::stats::median;
 
 /// Scenario, as named on the command line.
@@ -113,7 +113,7 @@ pub(crate) enum ScenarioName {
 
 /// One of the servers that are compared.
 #[derive(Debug, Clone)]
-pub(crate) struct Side {
+pub(crate) struct BenchSide {
     /// ScenarioName in the progress output.
     pub(crate) name: &'static str,
     /// Command that starts it.
@@ -126,7 +126,7 @@ pub(crate) struct Bench {
     /// This program, which is also the child of some scenarios.
     pub(crate) own: PathBuf,
     /// The server under test, then the peer if there is one.
-    pub(crate) sides: Vec<Side>,
+    pub(crate) sides: Vec<BenchSide>,
     /// Fewer rounds and smaller sizes.
     pub(crate) quick: bool,
     /// Part of the names of the rows to measure.
@@ -146,7 +146,7 @@ type Figures = Vec<Figure>;
 
 impl Bench {
     /// Runs the named scenarios, or all of them.
-    pub(crate) fn run(&self, only: &[ScenarioName]) -> Vec<Row> {
+    pub(crate) fn run(&self, only: &[ScenarioName]) -> Vec<ReportRow> {
         let mut rows = Vec::new();
         for &name in ScenarioName::value_variants() {
             if !only.is_empty() && !only.contains(&name) {
@@ -222,8 +222,8 @@ impl Bench {
         count: usize,
         lines: Vec<RowSpec>,
         mut floor: impl FnMut() -> anyhow::Result<F>,
-        mut measure: impl FnMut(&Server, &F) -> anyhow::Result<Figures>,
-    ) -> Vec<Row> {
+        mut measure: impl FnMut(&BenchServer, &F) -> anyhow::Result<Figures>,
+    ) -> Vec<ReportRow> {
         if !self.wants(&lines) {
             return Vec::new();
         }
@@ -237,8 +237,8 @@ impl Bench {
         count: usize,
         lines: Vec<RowSpec>,
         mut floor: impl FnMut() -> anyhow::Result<F>,
-        mut measure: impl FnMut(&Server, &F) -> anyhow::Result<Figures>,
-    ) -> Vec<Row> {
+        mut measure: impl FnMut(&BenchServer, &F) -> anyhow::Result<Figures>,
+    ) -> Vec<ReportRow> {
         if !self.wants(&lines) {
             return Vec::new();
         }
@@ -265,12 +265,12 @@ impl Bench {
         count: usize,
         lines: &[RowSpec],
         mut floor: impl FnMut() -> anyhow::Result<F>,
-        mut measure: impl FnMut(&Server, &F) -> anyhow::Result<Figures>,
+        mut measure: impl FnMut(&BenchServer, &F) -> anyhow::Result<Figures>,
     ) -> Vec<Result<Figures, String>> {
-        let mut servers: Vec<Result<Server, String>> = self
+        let mut servers: Vec<Result<BenchServer, String>> = self
             .sides
             .iter()
-            .map(|side| Server::start(&side.command).map_err(|error| format!("{error:#}")))
+            .map(|side| BenchServer::start(&side.command).map_err(|error| format!("{error:#}")))
             .collect();
         let mut seen: Vec<Vec<Figures>> = self.sides.iter().map(|_| Vec::new()).collect();
         for round in 1..=count {
@@ -305,7 +305,7 @@ impl Bench {
         lines: Vec<RowSpec>,
         prepare: impl FnOnce(&CommandLine) -> anyhow::Result<S>,
         mut measure: impl FnMut(&mut S) -> anyhow::Result<Figures>,
-    ) -> Vec<Row> {
+    ) -> Vec<ReportRow> {
         let Some(side) = self.sides.first().filter(|_| self.wants(&lines)) else {
             return Vec::new();
         };
@@ -328,7 +328,7 @@ impl Bench {
         count: usize,
         line: RowSpec,
         mut measure: impl FnMut(&CommandLine) -> anyhow::Result<Figure>,
-    ) -> Vec<Row> {
+    ) -> Vec<ReportRow> {
         if !self.wants(std::slice::from_ref(&line)) {
             return Vec::new();
         }
@@ -352,7 +352,7 @@ impl Bench {
     }
 }
 
-fn progress(name: &str, round: usize, count: usize, side: &Side) {
+fn progress(name: &str, round: usize, count: usize, side: &BenchSide) {
     transient(&format!("{name}: round {round} of {count}, {}", side.name));
 }
 
@@ -382,8 +382,8 @@ fn median_figure(figures: &[Figure]) -> Figure {
     }
 }
 
-fn rows(lines: Vec<RowSpec>, outcomes: Vec<Result<Figures, String>>) -> Vec<Row> {
-    let of = |side: usize, line: usize| -> Option<Outcome> {
+fn rows(lines: Vec<RowSpec>, outcomes: Vec<Result<Figures, String>>) -> Vec<ReportRow> {
+    let of = |side: usize, line: usize| -> Option<FigureOutcome> {
         let outcome = outcomes.get(side)?;
         Some(
             outcome
@@ -404,7 +404,7 @@ fn rows(lines: Vec<RowSpec>, outcomes: Vec<Result<Figures, String>>) -> Vec<Row>
                     base,
                     goals,
                 },
-            )| Row {
+            )| ReportRow {
                 name,
                 unit,
                 base,

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::client::Client;
+use crate::client::BenchClient;
 
 /// Command that starts a server: words, optionally preceded by `NAME=VALUE`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -195,7 +195,7 @@ impl Drop for Program {
 }
 
 /// A running server; dropping it ends the process.
-pub(crate) struct Server {
+pub(crate) struct BenchServer {
     child: Child,
     /// Kept open: a server may react to the closed pipe.
     stdout: BufReader<ChildStdout>,
@@ -207,13 +207,13 @@ pub(crate) struct Server {
     pid: Pid,
 }
 
-impl Server {
+impl BenchServer {
     /// Starts a server and waits for the line with its URL.
     pub(crate) fn start(command: &CommandLine) -> anyhow::Result<Self> {
         Self::launch(command, &[], None)
     }
 
-    /// As [`Server::start`], with more options; its standard error is kept.
+    /// As [`BenchServer::start`], with more options; its standard error is kept.
     pub(crate) fn start_with(command: &CommandLine, options: &[&str]) -> anyhow::Result<Self> {
         Self::launch(command, options, Some(tempfile::tempfile()?))
     }
@@ -265,7 +265,7 @@ impl Server {
         })
     }
 
-    /// Like [`Server::start`], with memory statistics available.
+    /// Like [`BenchServer::start`], with memory statistics available.
     pub(crate) fn start_observed(command: &CommandLine) -> anyhow::Result<Self> {
         Self::start(command)?.observed()
     }
@@ -300,8 +300,8 @@ impl Server {
     }
 
     /// Opens a connection and completes the handshake.
-    pub(crate) fn client(&self) -> anyhow::Result<Client> {
-        Client::open(self.address)
+    pub(crate) fn client(&self) -> anyhow::Result<BenchClient> {
+        BenchClient::open(self.address)
     }
 
     /// Resident memory in bytes.
@@ -317,7 +317,7 @@ impl Server {
         self.resident()
     }
 
-    /// The process that owns the listener, after [`Server::observed`].
+    /// The process that owns the listener, after [`BenchServer::observed`].
     pub(crate) fn serving_pid(&self) -> Pid {
         self.pid
     }
@@ -342,7 +342,7 @@ fn read_all(file: Option<&File>) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-impl Drop for Server {
+impl Drop for BenchServer {
     fn drop(&mut self) {
         /// 5 s: enough to end hundreds of processes.
         const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);

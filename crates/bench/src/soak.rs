@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use exec_server_client::fs::{
-    Access, Copy, Hash, ReadDirectory, Remove, Search, Walk, Watch, WriteOptions, child, uri,
+    AccessOptions, CopyOptions, HashOptions, ReadDirectoryOptions, RemoveOptions, SearchOptions,
+    TreeWalkOptions, WatchOptions, WriteOptions, child, uri,
 };
 use exec_server_client::protocol::process::{Delivery, StartParams, TerminateMode};
 use exec_server_client::protocol::sandbox::Sandbox;
@@ -44,13 +45,13 @@ pub(crate) fn run(command: &CommandLine, duration: Duration) -> anyhow::Result<b
     let metrics = setup
         .server
         .logged_address("metrics: http://", "/metrics")?;
-    let observed = Observed {
+    let observed = ObservedProcesses {
         server: serving_process(setup.server.own_pid())?,
         executor: serving_process(setup.executor.own_pid())?,
         rendezvous: setup.rendezvous.own_pid(),
         metrics,
     };
-    let work = Arc::new(Work::default());
+    let work = Arc::new(SoakState::default());
     let registry = setup.registry.clone();
     let direct = setup.direct.clone();
     let threads = std::thread::scope(|scope| {
@@ -73,14 +74,14 @@ pub(crate) fn run(command: &CommandLine, duration: Duration) -> anyhow::Result<b
 
 /// State that the clients share with the thread that prints.
 #[derive(Default)]
-struct Work {
+struct SoakState {
     done: AtomicBool,
     operations: AtomicU64,
     echoes: Mutex<Vec<f64>>,
     failure: Mutex<Option<String>>,
 }
 
-impl Work {
+impl SoakState {
     fn is_running(&self) -> bool {
         !self.done.load(Ordering::Relaxed)
     }
@@ -91,7 +92,7 @@ impl Work {
 }
 
 /// Processes that are observed.
-struct Observed {
+struct ObservedProcesses {
     server: Pid,
     executor: Pid,
     rendezvous: Pid,
@@ -119,7 +120,11 @@ const COLUMNS: [(&str, f64, f64); 13] = [
     ("operations", f64::INFINITY, 0.0),
 ];
 
-fn watch(observed: &Observed, work: &Work, duration: Duration) -> anyhow::Result<Vec<Sample>> {
+fn watch(
+    observed: &ObservedProcesses,
+    work: &SoakState,
+    duration: Duration,
+) -> anyhow::Result<Vec<Sample>> {
     let period = duration / PERIODS as u32;
     let titles: Vec<&str> = COLUMNS.iter().map(|(name, ..)| *name).collect();
     print(&format!("period  {}", titles.join("  ")))?;
@@ -143,7 +148,7 @@ fn watch(observed: &Observed, work: &Work, duration: Duration) -> anyhow::Result
     Ok(samples)
 }
 
-fn sample(observed: &Observed, work: &Work) -> anyhow::Result<Sample> {
+fn sample(observed: &ObservedProcesses, work: &SoakState) -> anyhow::Result<Sample> {
     let page = scrape(observed.metrics)?;
     let metric = |name: &str| -> anyhow::Result<f64> {
         let prefix = format!("exec_server_{name} ");
@@ -236,7 +241,7 @@ fn print(line: &str) -> anyhow::Result<()> {
 
 /// Runs all kinds of work until the time has passed or one of them fails.
 async fn all(
-    work: &Arc<Work>,
+    work: &Arc<SoakState>,
     direct: &RemoteExecServerConnectArgs,
     registry: &RegistryConnectArgs,
     server: SocketAddr,
@@ -290,7 +295,10 @@ async fn command(
 }
 
 /// Commands with little and with much output in one session: pipes, terminals and pulled output.
-async fn short_commands(work: &Work, args: &RemoteExecServerConnectArgs) -> anyhow::Result<()> {
+async fn short_commands(
+    work: &SoakState,
+    args: &RemoteExecServerConnectArgs,
+) -> anyhow::Result<()> {
     const SIZES: [usize; 4] = [0, 100, 300_000, 2_000_000];
     let client = ExecServerClient::connect(args.clone()).await?;
     // A fixed rate: the output that is retained depends on it, and the machine's speed varies.
@@ -314,7 +322,7 @@ async fn short_commands(work: &Work, args: &RemoteExecServerConnectArgs) -> anyh
 }
 
 /// Commands that are terminated, and sessions that end with running commands.
-async fn long_commands(work: &Work, args: &RemoteExecServerConnectArgs) -> anyhow::Result<()> {
+async fn long_commands(work: &SoakState, args: &RemoteExecServerConnectArgs) -> anyhow::Result<()> {
     const LIVE: usize = 20;
     let client = ExecServerClient::connect(args.clone()).await?;
     let mut live = std::collections::VecDeque::new();
@@ -336,7 +344,7 @@ async fn long_commands(work: &Work, args: &RemoteExecServerConnectArgs) -> anyho
 }
 
 /// Timed echoes in a terminal.
-async fn terminal(work: &Work, args: &RemoteExecServerConnectArgs) -> anyhow::Result<()> {
+async fn terminal(work: &SoakState, args: &RemoteExecServerConnectArgs) -> anyhow::Result<()> {
     let client = ExecServerClient::connect(args.clone()).await?;
     let mut terminal = Terminal::start(&client, &name()).await?;
     while work.is_running() {
@@ -349,7 +357,7 @@ async fn terminal(work: &Work, args: &RemoteExecServerConnectArgs) -> anyhow::Re
 
 /// Reads, writes, listings, searches, copies and watched changes.
 async fn file_work(
-    work: &Work,
+    work: &SoakState,
     args: &RemoteExecServerConnectArgs,
     root: &Path,
 ) -> anyhow::Result<()> {
@@ -358,9 +366,9 @@ async fn file_work(
     let root = uri(root)?;
     let content = bytes::Bytes::from(vec![b'x'; 1 << 20]);
     while work.is_running() {
-        let options = Watch {
+        let options = WatchOptions {
             recursive: true,
-            ..Watch::default()
+            ..WatchOptions::default()
         };
         let mut changes = files.watch(&root, options).await?;
         let (file, copy) = (child(&root, "file")?, child(&root, "copy")?);
@@ -369,16 +377,18 @@ async fn file_work(
             .await?;
         changes.recv().await.context("the watch ended")?;
         drop(changes);
-        ensure!(files.read_file(&file, Access::default()).await? == content);
-        files.copy(&file, &copy, Copy::default()).await?;
-        files.hash(&copy, Hash::default()).await?;
+        ensure!(files.read_file(&file, AccessOptions::default()).await? == content);
+        files.copy(&file, &copy, CopyOptions::default()).await?;
+        files.hash(&copy, HashOptions::default()).await?;
         files
-            .read_directory(&root, ReadDirectory::default())
+            .read_directory(&root, ReadDirectoryOptions::default())
             .await?;
-        files.walk(&root, Walk::default()).await?;
-        files.search(&root, "needle", Search::default()).await?;
-        files.remove(&file, Remove::default()).await?;
-        files.remove(&copy, Remove::default()).await?;
+        files.walk(&root, TreeWalkOptions::default()).await?;
+        files
+            .search(&root, "needle", SearchOptions::default())
+            .await?;
+        files.remove(&file, RemoveOptions::default()).await?;
+        files.remove(&copy, RemoveOptions::default()).await?;
         work.count();
         pause(50).await;
     }
@@ -386,7 +396,7 @@ async fn file_work(
 }
 
 /// Numbered lines over connections that are cut: none may be lost or duplicated.
-async fn cuts(work: &Work, server: SocketAddr) -> anyhow::Result<()> {
+async fn cuts(work: &SoakState, server: SocketAddr) -> anyhow::Result<()> {
     const LINES: u64 = 3000;
     let wire = CuttableForwarder::new(server).await?;
     let args = RemoteExecServerConnectArgs::new(format!("ws://{}", wire.address), "bench");
@@ -430,7 +440,7 @@ async fn cuts(work: &Work, server: SocketAddr) -> anyhow::Result<()> {
 
 /// Commands and reads under a policy.
 async fn sandboxed(
-    work: &Work,
+    work: &SoakState,
     args: &RemoteExecServerConnectArgs,
     root: &Path,
 ) -> anyhow::Result<()> {
@@ -444,9 +454,9 @@ async fn sandboxed(
             ..shell("head -c 100 /dev/zero")
         };
         command(&client, params, 100).await?;
-        let access = Access {
+        let access = AccessOptions {
             sandbox: Some(sandbox.clone()),
-            ..Access::default()
+            ..AccessOptions::default()
         };
         files.read_file(&path, access).await?;
         work.count();
@@ -456,7 +466,7 @@ async fn sandboxed(
 }
 
 /// Sessions through the relay, a few commands each.
-async fn relayed(work: &Work, args: &RegistryConnectArgs) -> anyhow::Result<()> {
+async fn relayed(work: &SoakState, args: &RegistryConnectArgs) -> anyhow::Result<()> {
     while work.is_running() {
         let client = ExecServerClient::connect_registry(args.clone()).await?;
         for _ in 0..10 {

@@ -12,7 +12,7 @@ use serde_json::value::RawValue;
 
 /// One received message with the fields that scenarios use.
 #[derive(Debug)]
-pub(crate) enum Message<'a> {
+pub(crate) enum BenchMessage<'a> {
     /// Response to a request.
     Response {
         /// Id of the request.
@@ -68,7 +68,7 @@ struct Envelope<'a> {
     #[serde(borrow, default)]
     method: Cow<'a, str>,
     #[serde(borrow)]
-    params: Option<Params<'a>>,
+    params: Option<NotificationParams<'a>>,
     #[serde(borrow)]
     result: Option<&'a RawValue>,
     #[serde(borrow)]
@@ -78,7 +78,7 @@ struct Envelope<'a> {
 /// Params of all notifications.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Params<'a> {
+struct NotificationParams<'a> {
     #[serde(borrow, default)]
     process_id: Cow<'a, str>,
     seq: Option<u64>,
@@ -98,24 +98,24 @@ pub(crate) fn process_id(number: u64) -> String {
     format!("bench-{number}")
 }
 
-impl<'a> Message<'a> {
+impl<'a> BenchMessage<'a> {
     /// Decodes one message; an error response becomes an error.
     pub(crate) fn decode(text: &'a [u8]) -> anyhow::Result<Self> {
         let Some(cut) = long_chunk(text) else {
             return Self::decode_whole(text);
         };
         let rest = [&text[..cut.start], &text[cut.end..]].concat();
-        Ok(match Message::decode_whole(&rest)? {
-            Message::Response { id, .. } => Self::Data {
+        Ok(match BenchMessage::decode_whole(&rest)? {
+            BenchMessage::Response { id, .. } => Self::Data {
                 id,
                 text: &text[cut],
             },
-            Message::Output { process, seq, .. } => Self::Output {
+            BenchMessage::Output { process, seq, .. } => Self::Output {
                 process,
                 seq,
                 chunk: Cow::Borrowed(&text[cut]),
             },
-            Message::Delta { done, .. } => Self::Delta {
+            BenchMessage::Delta { done, .. } => Self::Delta {
                 chunk: Cow::Borrowed(&text[cut]),
                 done,
             },
@@ -228,17 +228,17 @@ mod tests {
 
     #[test]
     fn messages_of_both_servers_are_decoded() {
-        let decode = |text: &'static str| Message::decode(text.as_bytes()).unwrap();
+        let decode = |text: &'static str| BenchMessage::decode(text.as_bytes()).unwrap();
         assert!(matches!(
             decode(r#"{"id":7,"result":{"status":"accepted"}}"#),
-            Message::Response {
+            BenchMessage::Response {
                 id: 7,
                 result: r#"{"status":"accepted"}"#
             }
         ));
         assert!(matches!(
             decode(r#"{"id":7,"result":{"a":[1]},"jsonrpc":"2.0"}"#),
-            Message::Response {
+            BenchMessage::Response {
                 id: 7,
                 result: r#"{"a":[1]}"#
             }
@@ -247,7 +247,7 @@ mod tests {
             decode(
                 r#"{"method":"process/output","params":{"processId":"bench-3","seq":2,"stream":"stdout","chunk":"aGk="}}"#
             ),
-            Message::Output {
+            BenchMessage::Output {
                 process: 3,
                 seq: 2,
                 chunk: Cow::Borrowed(b"aGk=")
@@ -257,18 +257,18 @@ mod tests {
             decode(
                 r#"{"method":"process/exited","params":{"exitCode":137,"processId":"bench-3","seq":4,"usage":{"userMs":1}}}"#
             ),
-            Message::Exited {
+            BenchMessage::Exited {
                 process: 3,
                 code: 137
             }
         ));
         assert!(matches!(
             decode(r#"{"method":"process/closed","params":{"processId":"bench-3","seq":5}}"#),
-            Message::Closed { process: 3, seq: 5 }
+            BenchMessage::Closed { process: 3, seq: 5 }
         ));
         assert!(matches!(
             decode(r#"{"method":"later/thing"}"#),
-            Message::Other
+            BenchMessage::Other
         ));
     }
 
@@ -284,11 +284,11 @@ mod tests {
             );
             let escaped = last.replacen("Zm9v", r"\u005am9v", 1);
             for message in [first, last, escaped] {
-                let Message::Output {
+                let BenchMessage::Output {
                     process: 1,
                     seq: 9,
                     chunk,
-                } = Message::decode(message.as_bytes()).unwrap()
+                } = BenchMessage::decode(message.as_bytes()).unwrap()
                 else {
                     panic!("{message}")
                 };
@@ -305,7 +305,7 @@ mod tests {
             r#"{"id":1}"#,
             "[]",
         ] {
-            assert!(Message::decode(text.as_bytes()).is_err(), "{text}");
+            assert!(BenchMessage::decode(text.as_bytes()).is_err(), "{text}");
         }
     }
 }

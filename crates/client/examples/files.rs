@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use exec_server_client::fs::{
-    ExecutorFileSystem, LocalFileSystem, WriteMode, WriteStream, child, uri,
+    ExecutorFileSystem, LocalFileSystem, WriteMode, WriteStreamOptions, child, uri,
 };
 use exec_server_client::transfer::{TransferOptions, TransferReport, download, upload};
 use exec_server_client::{ExecServerClient, RemoteExecServerConnectArgs};
@@ -50,7 +50,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     files
         .write_file(&note, "copied\n".into(), Default::default())
         .await?;
-    let append = WriteStream {
+    let append = WriteStreamOptions {
         mode: WriteMode::Update,
         offset: files.metadata(&note, Default::default()).await?.size,
         sandbox: None,

@@ -15,7 +15,7 @@ use std::process::ExitCode;
 
 use exec_server_client::protocol::PathUri;
 use exec_server_client::protocol::process::{
-    Delivery, EnvPolicy, Inherit, StartParams, Stream, WriteStatus,
+    Delivery, EnvPolicy, Inherit, OutputStream, StartParams, WriteStatus,
 };
 use exec_server_client::{
     ExecBackend as _, ExecProcess, ExecProcessEvent, ExecServerClient,
@@ -62,7 +62,7 @@ async fn main() -> Result<ExitCode, Box<dyn Error>> {
     while let Some(event) = events.recv().await {
         match event {
             ExecProcessEvent::Output {
-                stream: Stream::Stderr,
+                stream: OutputStream::Stderr,
                 chunk,
                 ..
             } => {

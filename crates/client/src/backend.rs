@@ -13,7 +13,7 @@ use exec_server_protocol::process::{
     StartParams, TerminalSize, TerminateMode, TerminateResult, WaitForResult, WaitResult,
     WaitUntil, WriteStatus,
 };
-use exec_server_protocol::sandbox::Enforcement;
+use exec_server_protocol::sandbox::EnforcementReport;
 
 use crate::error::{ExecServerError, Reply};
 use crate::event::ExecProcessEvents;
@@ -67,7 +67,7 @@ pub struct StartedProcess {
     pub sandbox_type: Option<SandboxType>,
     /// How much of the sandbox policy is enforced; absent without a sandbox, or if the server does
     /// not report it.
-    pub enforcement: Option<Enforcement>,
+    pub enforcement: Option<EnforcementReport>,
 }
 
 /// Parameters of a read of a process's retained output.

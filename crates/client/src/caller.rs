@@ -11,8 +11,8 @@ use exec_server_transport::CallError;
 use exec_server_transport::peer::FirstCall;
 
 use crate::error::ExecServerError;
-use crate::line::Line;
 use crate::recovery::is_repeatable;
+use crate::session_connection::ConnectionHolder;
 
 /// Maximum number of times one request is sent again. If the connection is lost this often while
 /// the same request waits, the request itself may be the cause.
@@ -20,13 +20,13 @@ const MAX_REPEATS: u32 = 16;
 
 /// Sends requests over the current connection; cheap to clone.
 #[derive(Debug, Clone)]
-pub(crate) struct Caller {
-    pub(crate) line: Arc<Line>,
+pub(crate) struct RequestSender {
+    pub(crate) line: Arc<ConnectionHolder>,
     /// Timeout of requests that the server answers without waiting.
     pub(crate) timeout: Duration,
 }
 
-impl Caller {
+impl RequestSender {
     /// Sends a request that the server answers without waiting, and waits for at most `timeout`.
     pub(crate) async fn call<M: Method>(
         &self,
@@ -93,7 +93,7 @@ impl Caller {
         }
     }
 
-    /// Returns the response to a call that was sent on the first connection before this `Caller`
+    /// Returns the response to a call that was sent on the first connection before this `RequestSender`
     /// existed.
     ///
     /// # Errors

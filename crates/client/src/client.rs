@@ -17,15 +17,15 @@ use tokio::sync::{OnceCell, watch};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::backend::StartedProcess;
-use crate::caller::Caller;
-use crate::dial::{Dial, Dialled, UrlDial};
+use crate::caller::RequestSender;
+use crate::dial::{Dial, DialledLink, UrlDial};
 use crate::error::ExecServerError;
 use crate::extension;
 use crate::fs::RemoteFileSystem;
-use crate::line;
 use crate::options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
 use crate::remote::unique;
-use crate::route::Routes;
+use crate::route::ClientRoutes;
+use crate::session_connection;
 use crate::state::{ConnectionState, ConnectionStates};
 
 /// Time that a server started by this client has to clean up after its standard input is closed.
@@ -65,13 +65,13 @@ const CHILD_GRACE: Duration = Duration::from_secs(2);
 /// ```
 #[derive(Debug, Clone)]
 pub struct ExecServerClient {
-    pub(crate) inner: Arc<Inner>,
+    pub(crate) inner: Arc<ClientShared>,
 }
 
 #[derive(Debug)]
-pub(crate) struct Inner {
-    pub(crate) caller: Caller,
-    pub(crate) routes: Arc<Routes>,
+pub(crate) struct ClientShared {
+    pub(crate) caller: RequestSender,
+    pub(crate) routes: Arc<ClientRoutes>,
     pub(crate) repair_delay: Duration,
     session_id: String,
     detach_grace: Option<Duration>,
@@ -154,7 +154,7 @@ impl ExecServerClient {
         options: ExecServerClientConnectOptions,
     ) -> Result<Self, ExecServerError> {
         let dial: Box<dyn Dial> = Box::new(dial);
-        let words = line::introduction(&options, None);
+        let words = session_connection::introduction(&options, None);
         let dialled = dial.dial_saying(words).await?;
         Self::open(dialled, Some(dial), options, None).await
     }
@@ -173,9 +173,9 @@ impl ExecServerClient {
     ) -> Result<(Self, Result<StartedProcess, ExecServerError>), ExecServerError> {
         let dial: Box<dyn Dial> = Box::new(dial);
         params.start_id.get_or_insert_with(unique);
-        let words = line::introduction(&options, Some(&params));
+        let words = session_connection::introduction(&options, Some(&params));
         let dialled = dial.dial_saying(words).await?;
-        let routes = Arc::new(Routes::default());
+        let routes = Arc::new(ClientRoutes::default());
         // Registered before anything is read, so that no event of the process is missed.
         let registration = match dialled.said {
             true => Some(routes.register(&params.process_id, 0)?),
@@ -189,7 +189,7 @@ impl ExecServerClient {
     }
 
     async fn open(
-        dialled: Dialled,
+        dialled: DialledLink,
         dial: Option<Box<dyn Dial>>,
         options: ExecServerClientConnectOptions,
         server: Option<ServerChild>,
@@ -201,26 +201,26 @@ impl ExecServerClient {
     /// Opens a session on a link, together with the start that was already sent, if there was one:
     /// `routes` then already has a process.
     async fn open_on(
-        routes: Arc<Routes>,
-        dialled: Dialled,
+        routes: Arc<ClientRoutes>,
+        dialled: DialledLink,
         dial: Option<Box<dyn Dial>>,
         options: ExecServerClientConnectOptions,
         server: Option<ServerChild>,
     ) -> Result<(Self, Option<FirstCall>), ExecServerError> {
         let (timeout, repair_delay) = (options.call_timeout, options.repair_delay);
         let starts = !routes.is_empty();
-        let line::Opened {
+        let session_connection::OpenedSession {
             line,
             answer,
             keeper,
             start,
-        } = line::open(dialled, dial, options, &routes, starts).await?;
+        } = session_connection::open(dialled, dial, options, &routes, starts).await?;
         let environment = match answer.environment_info {
             Some(info) => OnceCell::new_with(Some(Some(info))),
             None => OnceCell::new(),
         };
-        let inner = Inner {
-            caller: Caller { line, timeout },
+        let inner = ClientShared {
+            caller: RequestSender { line, timeout },
             routes,
             repair_delay,
             session_id: answer.session_id,
@@ -322,7 +322,7 @@ impl ExecServerClient {
     /// [`ExecServerError::Unsupported`] if the server can only end a session by expiry.
     pub async fn end_session(&self) -> Result<(), ExecServerError> {
         self.require(extension::SESSION_END).await?;
-        let Caller { line, timeout } = &self.inner.caller;
+        let RequestSender { line, timeout } = &self.inner.caller;
         let ended = self.call::<End>(&NoParams).await;
         let connection = line.ready().await.ok();
         ended?;
@@ -345,7 +345,7 @@ impl ExecServerClient {
     /// [`ExecServerError::Unsupported`] if the server can only end a session by expiry.
     pub async fn leave(&self) -> Result<(), ExecServerError> {
         self.require(extension::SESSION_END).await?;
-        let Caller { line, timeout } = &self.inner.caller;
+        let RequestSender { line, timeout } = &self.inner.caller;
         let connection = line.ready().await?;
         // First of all, so that the keeper does not try to recover the connection.
         let reason: Arc<str> = "the session was left".into();

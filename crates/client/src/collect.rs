@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use exec_server_protocol::process::{Stream, WaitUntil, WriteStatus};
+use exec_server_protocol::process::{OutputStream, WaitUntil, WriteStatus};
 use tokio::time::Instant;
 
 use crate::backend::ExecProcess;
@@ -163,9 +163,9 @@ async fn collect(
                 room -= kept.len();
                 output.omitted_bytes += (chunk.len() - kept.len()) as u64;
                 match stream {
-                    Stream::Stdout => output.stdout.extend_from_slice(kept),
-                    Stream::Stderr => output.stderr.extend_from_slice(kept),
-                    Stream::Pty => output.terminal.extend_from_slice(kept),
+                    OutputStream::Stdout => output.stdout.extend_from_slice(kept),
+                    OutputStream::Stderr => output.stderr.extend_from_slice(kept),
+                    OutputStream::Pty => output.terminal.extend_from_slice(kept),
                 }
             }
             Some(ExecProcessEvent::Exited { exit, .. }) => output.exit = Some(exit),

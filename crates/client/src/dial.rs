@@ -19,16 +19,16 @@ use crate::options::RemoteExecServerConnectArgs;
 /// Every link must lead to the server that holds the session. A program that is started for one
 /// link holds sessions only while it runs, so starting another instance cannot recover a session.
 ///
-/// Functions that return a future of a [`Dialled`] also implement this trait:
+/// Functions that return a future of a [`DialledLink`] also implement this trait:
 ///
 /// ```no_run
-/// use exec_server_client::{Dialled, ExecServerClient, ExecServerClientConnectOptions, ExecServerError};
+/// use exec_server_client::{DialledLink, ExecServerClient, ExecServerClientConnectOptions, ExecServerError};
 /// use exec_server_transport::{ConnectOptions, connect};
 ///
 /// # async fn example() -> Result<(), ExecServerError> {
 /// let dial = || async {
 ///     let link = connect("unix:///run/exec-server.sock", &ConnectOptions::default()).await?;
-///     Ok::<_, ExecServerError>(Dialled::from(link))
+///     Ok::<_, ExecServerError>(DialledLink::from(link))
 /// };
 /// let options = ExecServerClientConnectOptions::new("example");
 /// let client = ExecServerClient::connect_with(dial, options).await?;
@@ -43,16 +43,19 @@ pub trait Dial: Send + Sync + 'static {
     ///
     /// Transient failures are retried: network failures in [`ExecServerError::Connect`], and those
     /// in [`ExecServerError::Dial`] that are marked as transient. All others end the recovery.
-    fn dial(&self) -> BoxFuture<'_, Result<Dialled, ExecServerError>>;
+    fn dial(&self) -> BoxFuture<'_, Result<DialledLink, ExecServerError>>;
 
     /// As [`Dial::dial`], for an implementation that can send messages before it knows that the
-    /// link is open, which saves a round trip. [`Dialled`] reports whether it sent them; the
+    /// link is open, which saves a round trip. [`DialledLink`] reports whether it sent them; the
     /// default implementation sends nothing.
     ///
     /// # Errors
     ///
     /// As for [`Dial::dial`].
-    fn dial_saying(&self, first: FirstWords) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
+    fn dial_saying(
+        &self,
+        first: InitialMessages,
+    ) -> BoxFuture<'_, Result<DialledLink, ExecServerError>> {
         drop(first);
         self.dial()
     }
@@ -61,7 +64,7 @@ pub trait Dial: Send + Sync + 'static {
 /// Messages to send on a link that is not open yet.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub struct FirstWords {
+pub struct InitialMessages {
     /// The messages, in sending order.
     pub messages: Vec<Vec<u8>>,
     /// Whether the messages may be sent again on another link although the server may have received
@@ -72,22 +75,22 @@ pub struct FirstWords {
 impl<F, R> Dial for F
 where
     F: Fn() -> R + Send + Sync + 'static,
-    R: Future<Output = Result<Dialled, ExecServerError>> + Send + 'static,
+    R: Future<Output = Result<DialledLink, ExecServerError>> + Send + 'static,
 {
-    fn dial(&self) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
+    fn dial(&self) -> BoxFuture<'_, Result<DialledLink, ExecServerError>> {
         Box::pin(self())
     }
 }
 
 /// Open link, together with a value that must live as long as the link.
-pub struct Dialled {
+pub struct DialledLink {
     pub(crate) link: Link,
     pub(crate) keep: Option<Box<dyn Any + Send + Sync>>,
     /// Whether the first messages were sent.
     pub(crate) said: bool,
 }
 
-impl Dialled {
+impl DialledLink {
     /// Creates a link that needs `keep`, such as the process behind it; `keep` is dropped after the
     /// link.
     pub fn with(link: Link, keep: impl Any + Send + Sync) -> Self {
@@ -99,7 +102,7 @@ impl Dialled {
     }
 }
 
-impl From<Link> for Dialled {
+impl From<Link> for DialledLink {
     fn from(link: Link) -> Self {
         Self {
             link,
@@ -109,9 +112,9 @@ impl From<Link> for Dialled {
     }
 }
 
-impl fmt::Debug for Dialled {
+impl fmt::Debug for DialledLink {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Dialled")
+        f.debug_struct("DialledLink")
             .field("link", &self.link)
             .finish_non_exhaustive()
     }
@@ -121,10 +124,10 @@ impl fmt::Debug for Dialled {
 pub(crate) struct UrlDial(pub(crate) RemoteExecServerConnectArgs);
 
 impl Dial for UrlDial {
-    fn dial(&self) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
+    fn dial(&self) -> BoxFuture<'_, Result<DialledLink, ExecServerError>> {
         Box::pin(async {
             let link = connect(&self.0.url, &self.0.dial()).await?;
-            Ok(Dialled::from(link))
+            Ok(DialledLink::from(link))
         })
     }
 }

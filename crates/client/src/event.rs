@@ -6,7 +6,7 @@ use std::fmt;
 
 use bytes::Bytes;
 use exec_server_protocol::process::{
-    ClosedParams, ExitedParams, OutputParams, ReadChunk, ReadResult, Stream, Usage,
+    ClosedParams, ExitedParams, OutputParams, OutputStream, ProcessUsage, ReadChunk, ReadResult,
 };
 use exec_server_protocol::sandbox::Denial;
 use futures_util::future::BoxFuture;
@@ -25,7 +25,7 @@ pub enum ExecProcessEvent {
         /// Sequence number of the event.
         seq: u64,
         /// Stream that the output was written to.
-        stream: Stream,
+        stream: OutputStream,
         /// Bytes that were written.
         chunk: Bytes,
     },
@@ -143,7 +143,7 @@ pub struct ProcessExit {
     /// Operations that the sandbox denied, if the server knows them.
     pub denials: Vec<Denial>,
     /// Resource usage of the process, if the server reports it.
-    pub usage: Option<Usage>,
+    pub usage: Option<ProcessUsage>,
 }
 
 impl ProcessExit {

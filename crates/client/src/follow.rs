@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use exec_server_protocol::process::{Read, ReadParams, ReadResult};
 
-use crate::caller::Caller;
+use crate::caller::RequestSender;
 use crate::error::ExecServerError;
 use crate::event::ProcessFailure;
 use crate::options::millis;
 use crate::order::ReadRules;
-use crate::route::Route;
+use crate::route::ProcessRoute;
 
 /// Bytes to request in one read: large enough that the round-trip time hardly matters.
 const READ_BYTES: usize = 1 << 20;
@@ -26,9 +26,9 @@ const MAX_FRUITLESS: u32 = 3;
 
 /// Reads the missing output of one process with `process/read`.
 #[derive(Debug)]
-pub(crate) struct Follower {
-    pub(crate) route: Arc<Route>,
-    pub(crate) caller: Caller,
+pub(crate) struct OutputReader {
+    pub(crate) route: Arc<ProcessRoute>,
+    pub(crate) caller: RequestSender,
     /// How long to wait for a missing event to arrive before reading it.
     pub(crate) repair_delay: Duration,
     /// Whether the server reports evicted output in its responses.
@@ -38,7 +38,7 @@ pub(crate) struct Follower {
     pub(crate) generation: u64,
 }
 
-impl Follower {
+impl OutputReader {
     /// Fills gaps between notifications, and reads the output that was written between connections.
     pub(crate) async fn repair(mut self) {
         let mut fruitless = 0;

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use exec_server_protocol::process::ReadResult;
 
 use crate::event::{ExecProcessEvent, ProcessFailure};
-use crate::order::{Order, ReadRules};
+use crate::order::{EventOrder, ReadRules};
 
 /// Maximum number of bytes that wait for a consumer: about a second of a busy link, and small
 /// enough that a hundred idle consumers need little memory.
@@ -20,7 +20,7 @@ const EVENT_COST: usize = 128;
 /// Ordered events of one process that its consumer has not read yet.
 #[derive(Debug, Default)]
 pub(crate) struct Inbox {
-    order: Order,
+    order: EventOrder,
     queue: VecDeque<ExecProcessEvent>,
     /// Sum of the costs of the queued events.
     cost: usize,
@@ -44,12 +44,12 @@ impl Inbox {
     /// Creates an inbox that begins after a sequence number; 0 for a new process.
     pub(crate) fn after(last: u64) -> Self {
         Self {
-            order: Order::after(last),
+            order: EventOrder::after(last),
             ..Self::default()
         }
     }
 
-    pub(crate) fn order(&self) -> &Order {
+    pub(crate) fn order(&self) -> &EventOrder {
         &self.order
     }
 
@@ -199,7 +199,7 @@ fn cost(event: &ExecProcessEvent) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use exec_server_protocol::process::{Evicted, ReadChunk, Stream};
+    use exec_server_protocol::process::{Evicted, OutputStream, ReadChunk};
 
     use super::*;
 
@@ -208,7 +208,7 @@ mod tests {
     fn output(seq: u64) -> ExecProcessEvent {
         ExecProcessEvent::Output {
             seq,
-            stream: Stream::Stdout,
+            stream: OutputStream::Stdout,
             chunk: vec![0; CHUNK].into(),
         }
     }
@@ -251,7 +251,7 @@ mod tests {
                 next_seq: 31,
                 chunks: vec![ReadChunk {
                     seq: 30,
-                    stream: Stream::Stdout,
+                    stream: OutputStream::Stdout,
                     chunk: vec![0; CHUNK].into(),
                 }],
                 evicted: known.then_some(Evicted {
@@ -305,7 +305,7 @@ mod tests {
             let chunk = b"x".as_slice().into();
             inbox.accept(ExecProcessEvent::Output {
                 seq,
-                stream: Stream::Stdout,
+                stream: OutputStream::Stdout,
                 chunk,
             });
         }

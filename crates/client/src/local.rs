@@ -9,11 +9,11 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use exec_server_engine::snapshot::{Snapshots, Wanted};
+use exec_server_engine::snapshot::{SnapshotRequest, Snapshots};
 use exec_server_engine::{ApiError, request};
 use exec_server_executor::conditions::Conditions;
-use exec_server_executor::log::EntryKind;
-use exec_server_executor::process::{End, Scope, Written};
+use exec_server_executor::log::LogEntryKind;
+use exec_server_executor::process::{InputWriteResult, SignalRecipients, TerminationMethod};
 use exec_server_executor::{Executor, Process, StartError, report, signal as signals};
 use exec_server_http::{HttpClient, HttpConfig};
 use exec_server_network::{Decision, PolicyDecider, ProcessNetwork, Proxy};
@@ -59,7 +59,7 @@ use crate::network::{self, NetworkPolicyDecider};
 pub struct LocalBackend {
     executor: Executor,
     /// Processes by id; an id is free again when its handle is dropped.
-    table: Arc<Mutex<Table>>,
+    table: Arc<Mutex<LocalProcesses>>,
     /// Shell snapshots that shells are started from.
     snapshots: Arc<Snapshots>,
     /// HTTP client whose rules and proxy limit which hosts a managed network may reach.
@@ -67,14 +67,14 @@ pub struct LocalBackend {
 }
 
 #[derive(Debug, Default)]
-struct Table {
-    slots: HashMap<String, Weak<Local>>,
+struct LocalProcesses {
+    slots: HashMap<String, Weak<LocalProcess>>,
     started: u64,
 }
 
 /// Process of this machine, and the resources tied to its handle.
 #[derive(Debug)]
-struct Local {
+struct LocalProcess {
     id: String,
     process: Process,
     argv: Vec<String>,
@@ -82,12 +82,12 @@ struct Local {
     number: u64,
     delivery: Delivery,
     events_taken: AtomicBool,
-    table: Weak<Mutex<Table>>,
+    table: Weak<Mutex<LocalProcesses>>,
     /// Proxy of the process's network; runs for as long as there is a handle.
     _proxy: Option<Proxy>,
 }
 
-impl Drop for Local {
+impl Drop for LocalProcess {
     fn drop(&mut self) {
         if let Some(table) = self.table.upgrade() {
             table.lock().slots.remove(&self.id);
@@ -125,17 +125,17 @@ impl LocalBackend {
             table.started
         };
         // Frees the id again if this future is dropped or fails.
-        let reservation = Reservation(&self.table, Some(params.process_id.clone()));
+        let reservation = LocalReservation(&self.table, Some(params.process_id.clone()));
         let mut spec = request::spec(&params, &self.executor.config().environment)?;
         let managed = ProcessNetwork::prepare(&params, &mut spec, &self.http)?;
-        if let Some(wanted) = Wanted::of(&params, &spec)? {
+        if let Some(wanted) = SnapshotRequest::of(&params, &spec)? {
             spec = self.snapshots.restore(&self.executor, spec, &wanted).await;
         }
         let process = self.executor.start(spec).await?;
         let proxy = match managed {
             None => None,
             Some(managed) => {
-                let authority = Arc::new(Deciding {
+                let authority = Arc::new(DeciderAdapter {
                     process_id: params.process_id.clone(),
                     decider,
                 });
@@ -152,7 +152,7 @@ impl LocalBackend {
         if delivery == Delivery::Pull {
             process.hold(0);
         }
-        let local = Arc::new(Local {
+        let local = Arc::new(LocalProcess {
             id: params.process_id,
             process,
             argv: params.argv,
@@ -177,12 +177,12 @@ impl LocalBackend {
 
 /// Adapts the caller's decider to the interface of a local proxy.
 #[derive(Debug)]
-struct Deciding {
+struct DeciderAdapter {
     process_id: String,
     decider: Option<(Arc<dyn NetworkPolicyDecider>, Duration)>,
 }
 
-impl PolicyDecider for Deciding {
+impl PolicyDecider for DeciderAdapter {
     fn decide(&self, target: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
         let decider = self.decider.clone();
         Box::pin(async move {
@@ -216,17 +216,17 @@ impl PolicyDecider for Deciding {
 }
 
 /// Reserved id of a process that is being started.
-struct Reservation<'a>(&'a Mutex<Table>, Option<String>);
+struct LocalReservation<'a>(&'a Mutex<LocalProcesses>, Option<String>);
 
-impl Reservation<'_> {
-    fn keep(mut self, local: &Arc<Local>) {
+impl LocalReservation<'_> {
+    fn keep(mut self, local: &Arc<LocalProcess>) {
         if let Some(id) = self.1.take() {
             self.0.lock().slots.insert(id, Arc::downgrade(local));
         }
     }
 }
 
-impl Drop for Reservation<'_> {
+impl Drop for LocalReservation<'_> {
     fn drop(&mut self) {
         if let Some(id) = self.1.take() {
             self.0.lock().slots.remove(&id);
@@ -251,7 +251,7 @@ impl ExecBackend for LocalBackend {
     }
 
     fn list(&self) -> Reply<'_, Vec<ListedProcess>> {
-        let mut locals: Vec<Arc<Local>> = self
+        let mut locals: Vec<Arc<LocalProcess>> = self
             .table
             .lock()
             .slots
@@ -263,7 +263,7 @@ impl ExecBackend for LocalBackend {
     }
 }
 
-impl Local {
+impl LocalProcess {
     fn listed(&self) -> ListedProcess {
         let since = self.process.started_at().duration_since(UNIX_EPOCH);
         self.process.with_log(|log| ListedProcess {
@@ -320,9 +320,9 @@ impl Local {
 
     async fn terminate_local(&self, mode: TerminateMode, wait: bool) -> TerminateResult {
         let end = match mode {
-            TerminateMode::Force => End::Now,
+            TerminateMode::Force => TerminationMethod::Now,
             TerminateMode::Graceful { timeout_ms } => {
-                End::Within(Duration::from_millis(timeout_ms))
+                TerminationMethod::Within(Duration::from_millis(timeout_ms))
             }
         };
         if !wait {
@@ -344,7 +344,7 @@ impl Local {
     }
 }
 
-impl ExecProcess for Local {
+impl ExecProcess for LocalProcess {
     fn process_id(&self) -> &str {
         &self.id
     }
@@ -392,9 +392,9 @@ impl ExecProcess for Local {
 
     fn signal(&self, signal: SignalName, scope: SignalScope) -> Reply<'_, ()> {
         let scope = match scope {
-            SignalScope::Group => Scope::Group,
-            SignalScope::Leader => Scope::Leader,
-            SignalScope::Tree => Scope::Tree,
+            SignalScope::Group => SignalRecipients::Group,
+            SignalScope::Leader => SignalRecipients::Leader,
+            SignalScope::Tree => SignalRecipients::Tree,
         };
         Box::pin(async move {
             let sent = self.process.signal(signals::named(signal), scope).await;
@@ -433,10 +433,10 @@ impl ExecProcess for Local {
     }
 }
 
-fn status(written: Written) -> WriteStatus {
+fn status(written: InputWriteResult) -> WriteStatus {
     match written {
-        Written::Accepted => WriteStatus::Accepted,
-        Written::Closed => WriteStatus::StdinClosed,
+        InputWriteResult::Accepted => WriteStatus::Accepted,
+        InputWriteResult::Closed => WriteStatus::StdinClosed,
     }
 }
 
@@ -482,13 +482,13 @@ impl EventSource for LocalEvents {
             self.cursor.store(entry.seq, Ordering::Relaxed);
             self.process.advance(entry.seq);
             Some(match entry.kind {
-                EntryKind::Output(stream, chunk) => ExecProcessEvent::Output {
+                LogEntryKind::Output(stream, chunk) => ExecProcessEvent::Output {
                     seq: entry.seq,
                     stream,
                     chunk,
                 },
-                EntryKind::Exited(exit) => report::exited(&self.id, entry.seq, &exit).into(),
-                EntryKind::Closed(close) => {
+                LogEntryKind::Exited(exit) => report::exited(&self.id, entry.seq, &exit).into(),
+                LogEntryKind::Closed(close) => {
                     self.ended = true;
                     report::closed(&self.id, entry.seq, &close).into()
                 }

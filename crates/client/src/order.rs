@@ -26,7 +26,7 @@ pub(crate) const MAX_HELD_BYTES: usize = 1 << 20;
 ///                        └─ the next number is missing: has_hole() ──► process/read ──► fill
 /// ```
 #[derive(Debug, Default)]
-pub(crate) struct Order {
+pub(crate) struct EventOrder {
     /// Every number up to this one was released.
     last: u64,
     /// Highest number known from any event or response.
@@ -72,7 +72,7 @@ pub(crate) struct ReadRules {
     pub(crate) make_endings: bool,
 }
 
-impl Order {
+impl EventOrder {
     /// Creates an order that begins after a number; 0 for a new process.
     pub(crate) fn after(last: u64) -> Self {
         Self {
@@ -94,12 +94,12 @@ impl Order {
     }
 
     /// Returns whether a later event is known while the next one has not arrived. Call
-    /// [`Order::poll`] first.
+    /// [`EventOrder::poll`] first.
     pub(crate) fn has_hole(&self) -> bool {
         !self.closed && self.seen > self.last && !self.held.contains_key(&self.next())
     }
 
-    /// Accepts an event; the caller then calls [`Order::poll`] until it returns `None`.
+    /// Accepts an event; the caller then calls [`EventOrder::poll`] until it returns `None`.
     pub(crate) fn accept(&mut self, event: ExecProcessEvent) {
         let Some(seq) = event.seq() else { return };
         if self.closed {
@@ -143,7 +143,7 @@ impl Order {
         }
     }
 
-    /// Applies a response to `process/read`; the caller then calls [`Order::poll`] until it returns
+    /// Applies a response to `process/read`; the caller then calls [`EventOrder::poll`] until it returns
     /// `None`.
     ///
     /// Afterwards every number that the response covers can be released, as output, exit, close or

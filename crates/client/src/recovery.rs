@@ -58,7 +58,7 @@ impl Default for RecoveryOptions {
 
 /// Next action of the reconnect task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum RecoveryStep {
     /// Wait until this moment, then poll again.
     Wait(Instant),
     /// Try to resume, at most until this moment, and report the result.
@@ -142,13 +142,13 @@ impl Recovery {
 
     /// Returns the next action; to be called after every other call, and at the moment that the
     /// last [`Step::Wait`] named.
-    pub(crate) fn poll(&self, now: Instant) -> Step {
+    pub(crate) fn poll(&self, now: Instant) -> RecoveryStep {
         if now >= self.end || self.next >= self.end {
-            Step::GiveUp
+            RecoveryStep::GiveUp
         } else if now < self.next {
-            Step::Wait(self.next)
+            RecoveryStep::Wait(self.next)
         } else {
-            Step::Try { until: self.end }
+            RecoveryStep::Try { until: self.end }
         }
     }
 
@@ -241,15 +241,15 @@ mod tests {
         let mut tries = Vec::new();
         loop {
             match recovery.poll(now) {
-                Step::Wait(until) => {
+                RecoveryStep::Wait(until) => {
                     assert!(until > now, "waiting must end");
                     now = until;
                 }
-                Step::Try { .. } => {
+                RecoveryStep::Try { .. } => {
                     tries.push(now - start);
                     recovery.failed(now, random);
                 }
-                Step::GiveUp => return (tries, now - start),
+                RecoveryStep::GiveUp => return (tries, now - start),
             }
         }
     }
@@ -258,7 +258,7 @@ mod tests {
     fn recovery_tries_immediately_then_doubles_delay() {
         let (mut recovery, now) = lost(RecoveryOptions::default(), None);
         let end = now + USUAL_BUDGET;
-        assert_eq!(recovery.poll(now), Step::Try { until: end });
+        assert_eq!(recovery.poll(now), RecoveryStep::Try { until: end });
         let (tries, over) = tries(&mut recovery, now, 0);
         let expected = [
             0, 50, 150, 350, 750, 1550, 3150, 6350, 11_350, 16_350, 21_350, 26_350, 31_350, 36_350,
@@ -273,7 +273,7 @@ mod tests {
         for (random, expected) in [(0, 50), (MAX / 2, 38), (MAX, 25)] {
             let (mut recovery, now) = lost(RecoveryOptions::default(), None);
             recovery.failed(now, random);
-            let Step::Wait(until) = recovery.poll(now) else {
+            let RecoveryStep::Wait(until) = recovery.poll(now) else {
                 panic!("{recovery:?}");
             };
             let pause = (until - now).as_secs_f64() * 1000.0;
@@ -323,9 +323,9 @@ mod tests {
     #[test]
     fn recovery_stops_after_attempt_that_exceeds_budget() {
         let (mut recovery, now) = lost(RecoveryOptions::default(), Some(ms(1000)));
-        assert!(matches!(recovery.poll(now), Step::Try { .. }));
+        assert!(matches!(recovery.poll(now), RecoveryStep::Try { .. }));
         recovery.failed(now + ms(1000), 0);
-        assert_eq!(recovery.poll(now + ms(1000)), Step::GiveUp);
+        assert_eq!(recovery.poll(now + ms(1000)), RecoveryStep::GiveUp);
     }
 
     #[test]
@@ -338,9 +338,9 @@ mod tests {
         let again = now + Duration::from_secs(100);
         recovery.lost(again, 0);
         let until = again + ms(500);
-        assert_eq!(recovery.poll(again), Step::Try { until });
+        assert_eq!(recovery.poll(again), RecoveryStep::Try { until });
         recovery.failed(again, 0);
-        assert_eq!(recovery.poll(again), Step::Wait(again + ms(50)));
+        assert_eq!(recovery.poll(again), RecoveryStep::Wait(again + ms(50)));
     }
 
     #[test]
@@ -352,7 +352,7 @@ mod tests {
             now += ms(1);
             recovery.lost(now, 0);
             let at = match recovery.poll(now) {
-                Step::Wait(until) => until,
+                RecoveryStep::Wait(until) => until,
                 _ => now,
             };
             waits.push(at - now);
@@ -363,7 +363,7 @@ mod tests {
         assert_eq!(waits, expected.map(ms));
         now += STEADY;
         recovery.lost(now, 0);
-        assert!(matches!(recovery.poll(now), Step::Try { .. }));
+        assert!(matches!(recovery.poll(now), RecoveryStep::Try { .. }));
     }
 
     #[test]

@@ -18,7 +18,7 @@ use exec_server_protocol::process::{
     TerminateMode, TerminateParams, TerminateResult, Wait, WaitFor, WaitForParams, WaitForResult,
     WaitParams, WaitResult, WaitUntil, Write, WriteParams, WriteResult, WriteStatus,
 };
-use exec_server_protocol::sandbox::Enforcement;
+use exec_server_protocol::sandbox::EnforcementReport;
 use exec_server_transport::CallError;
 use exec_server_transport::peer::FirstCall;
 use futures_util::future::BoxFuture;
@@ -27,16 +27,16 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::backend::{ExecBackend, ExecProcess, ReadRequest, StartedProcess, WaitForRequest};
-use crate::caller::Caller;
+use crate::caller::RequestSender;
 use crate::client::ExecServerClient;
 use crate::error::{ExecServerError, Reply};
 use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents};
 use crate::extension;
-use crate::follow::Follower;
-use crate::line::Connection;
+use crate::follow::OutputReader;
 use crate::network::{self, NetworkPolicyDecider};
 use crate::options::millis;
-use crate::route::{Registration, Route, Status};
+use crate::route::{EndStatus, ProcessRoute, RouteRegistration};
+use crate::session_connection::SessionConnection;
 
 /// Bytes in one `process/write`; a larger write would delay other requests on the same connection.
 const WRITE_BYTES: usize = 128 * 1024;
@@ -79,7 +79,7 @@ impl ExecServerClient {
         &self,
         mut params: StartParams,
         decider: Option<(Arc<dyn NetworkPolicyDecider>, Duration)>,
-        said: Option<(Registration, FirstCall)>,
+        said: Option<(RouteRegistration, FirstCall)>,
     ) -> Result<StartedProcess, ExecServerError> {
         let (registration, said) = match said {
             Some((registration, said)) => (registration, Some(said)),
@@ -103,7 +103,7 @@ impl ExecServerClient {
         // Runs in a task that ends with its request: if the caller drops its future, the client
         // must still learn that a process was started, in order to terminate it.
         tokio::spawn(async move {
-            let Caller { timeout, .. } = client.inner.caller;
+            let RequestSender { timeout, .. } = client.inner.caller;
             let repeat = params.start_id.is_some();
             let caller = &client.inner.caller;
             let result = async {
@@ -134,7 +134,7 @@ impl ExecServerClient {
             let process = RemoteProcess::new(
                 client,
                 registration,
-                Details {
+                ProcessDetails {
                     delivery: if pull { Delivery::Pull } else { Delivery::Push },
                     states_evicted,
                     tty: params.tty,
@@ -142,7 +142,7 @@ impl ExecServerClient {
                 },
                 generation,
             );
-            let unclaimed = Unclaimed {
+            let unclaimed = UnclaimedProcess {
                 process: Some(process),
                 sandbox_type: started.sandbox_type,
                 enforcement: started.enforcement,
@@ -179,7 +179,7 @@ impl ExecServerClient {
         let process = RemoteProcess::new(
             self.clone(),
             registration,
-            Details {
+            ProcessDetails {
                 delivery,
                 states_evicted,
                 tty,
@@ -224,13 +224,13 @@ async fn terminate(client: &ExecServerClient, process_id: String) {
 
 /// Started process that was not yet returned to the caller of `start`; dropping it terminates the
 /// process.
-struct Unclaimed {
+struct UnclaimedProcess {
     process: Option<RemoteProcess>,
     sandbox_type: Option<SandboxType>,
-    enforcement: Option<Enforcement>,
+    enforcement: Option<EnforcementReport>,
 }
 
-impl Unclaimed {
+impl UnclaimedProcess {
     fn claim(mut self) -> Result<StartedProcess, ExecServerError> {
         let sandbox_type = self.sandbox_type;
         let enforcement = self.enforcement.take();
@@ -245,7 +245,7 @@ impl Unclaimed {
     }
 }
 
-impl Drop for Unclaimed {
+impl Drop for UnclaimedProcess {
     fn drop(&mut self) {
         if let Some(process) = self.process.take()
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
@@ -261,22 +261,22 @@ impl Drop for Unclaimed {
 #[derive(Debug)]
 struct RemoteProcess {
     /// Shared with the consumer of the events; each of the two keeps the process in the table.
-    inner: Arc<Inner>,
+    inner: Arc<RemoteShared>,
 }
 
-struct Inner {
+struct RemoteShared {
     client: ExecServerClient,
-    registration: Registration,
-    details: Details,
+    registration: RouteRegistration,
+    details: ProcessDetails,
     /// Locked while a write is in flight, which keeps writes in the order of their calls.
     writes: tokio::sync::Mutex<WriteIds>,
     /// Aborted when the process's last handle is dropped.
     _follower: AbortOnDropHandle<()>,
 }
 
-impl fmt::Debug for Inner {
+impl fmt::Debug for RemoteShared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Inner")
+        f.debug_struct("RemoteShared")
             .field("process_id", &self.route().process_id())
             .field("details", &self.details)
             .finish_non_exhaustive()
@@ -285,7 +285,7 @@ impl fmt::Debug for Inner {
 
 /// Facts about a process that follow from how it was started and from the server's extensions.
 #[derive(Debug, Clone)]
-struct Details {
+struct ProcessDetails {
     delivery: Delivery,
     /// Whether the server reports evicted output in `evicted`.
     states_evicted: bool,
@@ -326,41 +326,41 @@ impl WriteIds {
 
 /// Writes in flight, in their order.
 #[derive(Default)]
-struct UnderWay(VecDeque<Waiting>);
+struct WritesInFlight(VecDeque<PendingWrite>);
 
-type Written = (WriteParams, Result<WriteResult, CallError>);
+type WriteOutcome = (WriteParams, Result<WriteResult, CallError>);
 
-enum Waiting {
-    Yet(BoxFuture<'static, Written>),
-    Done(Option<Written>),
+enum PendingWrite {
+    Yet(BoxFuture<'static, WriteOutcome>),
+    Done(Option<WriteOutcome>),
 }
 
-impl UnderWay {
+impl WritesInFlight {
     /// Sends a write after the others, without a timeout: the response may wait until the process
     /// reads its input.
-    fn begin(&mut self, connection: &Connection, params: WriteParams) {
+    fn begin(&mut self, connection: &SessionConnection, params: WriteParams) {
         let peer = connection.peer.clone();
-        self.0.push_back(Waiting::Yet(Box::pin(async move {
+        self.0.push_back(PendingWrite::Yet(Box::pin(async move {
             let result = peer.call::<Write>(&params, None).await;
             (params, result)
         })));
     }
 
     /// Waits for the response to the oldest write.
-    async fn next(&mut self) -> Option<Written> {
+    async fn next(&mut self) -> Option<WriteOutcome> {
         poll_fn(|context| {
             // Polls each future from the front: the first poll of a future sends its request.
             for waiting in &mut self.0 {
-                if let Waiting::Yet(future) = waiting
+                if let PendingWrite::Yet(future) = waiting
                     && let Poll::Ready(written) = future.as_mut().poll(context)
                 {
-                    *waiting = Waiting::Done(Some(written));
+                    *waiting = PendingWrite::Done(Some(written));
                 }
             }
             match self.0.front_mut() {
                 None => Poll::Ready(None),
-                Some(Waiting::Yet(_)) => Poll::Pending,
-                Some(Waiting::Done(written)) => {
+                Some(PendingWrite::Yet(_)) => Poll::Pending,
+                Some(PendingWrite::Done(written)) => {
                     let written = written.take();
                     self.0.pop_front();
                     Poll::Ready(written)
@@ -371,12 +371,12 @@ impl UnderWay {
     }
 }
 
-impl Inner {
-    fn route(&self) -> &Arc<Route> {
+impl RemoteShared {
+    fn route(&self) -> &Arc<ProcessRoute> {
         &self.registration.route
     }
 
-    fn follower(&self) -> Follower {
+    fn follower(&self) -> OutputReader {
         let generation = self.client.inner.caller.line.generation();
         follower(
             &self.client,
@@ -406,7 +406,7 @@ impl Inner {
         let mut last = false;
         while !last {
             let connection = caller.line.ready().await?;
-            let mut under_way = UnderWay::default();
+            let mut under_way = WritesInFlight::default();
             let mut again = Vec::new();
             loop {
                 while !last && again.is_empty() && under_way.0.len() < WRITES {
@@ -489,7 +489,7 @@ impl Inner {
             signal,
             SignalName::Kill | SignalName::Stop | SignalName::Continue
         );
-        let Caller { timeout, .. } = self.client.inner.caller;
+        let RequestSender { timeout, .. } = self.client.inner.caller;
         let caller = &self.client.inner.caller;
         caller
             .call_noting::<Signal>(&params, Some(timeout), repeat)
@@ -596,17 +596,17 @@ impl Inner {
     }
 }
 
-fn is_over(status: &Status, until: WaitUntil) -> bool {
+fn is_over(status: &EndStatus, until: WaitUntil) -> bool {
     status.closed || (until == WaitUntil::Exited && status.exit.is_some())
 }
 
 fn follower(
     client: &ExecServerClient,
-    route: &Arc<Route>,
+    route: &Arc<ProcessRoute>,
     states_evicted: bool,
     generation: u64,
-) -> Follower {
-    Follower {
+) -> OutputReader {
+    OutputReader {
         generation,
         route: Arc::clone(route),
         caller: client.inner.caller.clone(),
@@ -619,8 +619,8 @@ impl RemoteProcess {
     /// Follows a process, starting with the connection of `generation`.
     fn new(
         client: ExecServerClient,
-        registration: Registration,
-        details: Details,
+        registration: RouteRegistration,
+        details: ProcessDetails,
         generation: u64,
     ) -> Self {
         let route = &registration.route;
@@ -632,7 +632,7 @@ impl RemoteProcess {
         let writes = tokio::sync::Mutex::new(details.write_ids.clone());
         let _follower = AbortOnDropHandle::new(task);
         Self {
-            inner: Arc::new(Inner {
+            inner: Arc::new(RemoteShared {
                 client,
                 registration,
                 details,
@@ -742,7 +742,7 @@ impl ExecProcess for RemoteProcess {
 
 /// Event source of the consumer.
 #[derive(Debug)]
-struct RemoteEvents(Arc<Inner>);
+struct RemoteEvents(Arc<RemoteShared>);
 
 impl EventSource for RemoteEvents {
     fn recv(&mut self) -> BoxFuture<'_, Option<ExecProcessEvent>> {

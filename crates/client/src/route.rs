@@ -15,9 +15,9 @@ use exec_server_protocol::network::{
     PolicyTarget,
 };
 use exec_server_protocol::process::{Closed, Exited, Output, ReadResult};
-use exec_server_protocol::{ErrorObject, Method as _, Notification, codes};
+use exec_server_protocol::{ErrorObject, Method as _, NotificationMethod, codes};
 use exec_server_sync::Mutex;
-use exec_server_transport::peer::{Answer, Handler};
+use exec_server_transport::peer::{Handler, ResponseFuture};
 use serde_json::json;
 use tokio::sync::{Notify, Semaphore, watch};
 
@@ -31,9 +31,9 @@ use crate::order::ReadRules;
 
 /// Processes of one client, by id, and its watches and HTTP bodies.
 #[derive(Debug)]
-pub(crate) struct Routes {
+pub(crate) struct ClientRoutes {
     /// Never held across an await.
-    table: Mutex<Table>,
+    table: Mutex<RouteTable>,
     /// Queues of file watches.
     pub(crate) watches: WatchRoutes,
     /// Queues of HTTP response bodies.
@@ -42,7 +42,7 @@ pub(crate) struct Routes {
     questions: Arc<Semaphore>,
 }
 
-impl Default for Routes {
+impl Default for ClientRoutes {
     fn default() -> Self {
         Self {
             table: Mutex::default(),
@@ -54,14 +54,14 @@ impl Default for Routes {
 }
 
 #[derive(Debug, Default)]
-struct Table {
+struct RouteTable {
     /// Weak: a route lives as long as its registration.
-    routes: HashMap<String, Weak<Route>>,
+    routes: HashMap<String, Weak<ProcessRoute>>,
     /// Reason why no more processes can be added.
     closed: Option<Arc<str>>,
 }
 
-impl Routes {
+impl ClientRoutes {
     /// Registers a process whose events up to `after` are known.
     ///
     /// # Errors
@@ -71,7 +71,7 @@ impl Routes {
         self: &Arc<Self>,
         process_id: &str,
         after: u64,
-    ) -> Result<Registration, ExecServerError> {
+    ) -> Result<RouteRegistration, ExecServerError> {
         let mut table = self.table.lock();
         if let Some(reason) = &table.closed {
             return Err(ExecServerError::Closed(Arc::clone(reason)));
@@ -79,9 +79,9 @@ impl Routes {
         match table.routes.entry(process_id.to_owned()) {
             Entry::Occupied(_) => Err(ExecServerError::DuplicateProcess(process_id.to_owned())),
             Entry::Vacant(entry) => {
-                let route = Arc::new(Route::after(process_id, after));
+                let route = Arc::new(ProcessRoute::after(process_id, after));
                 entry.insert(Arc::downgrade(&route));
-                Ok(Registration {
+                Ok(RouteRegistration {
                     routes: Arc::clone(self),
                     route,
                 })
@@ -107,7 +107,7 @@ impl Routes {
         self.bodies.close(&reason);
     }
 
-    fn find(&self, process_id: &str) -> Option<Arc<Route>> {
+    fn find(&self, process_id: &str) -> Option<Arc<ProcessRoute>> {
         self.table
             .lock()
             .routes
@@ -118,9 +118,9 @@ impl Routes {
 
 /// Handler that dispatches the notifications of one connection.
 #[derive(Debug)]
-pub(crate) struct Dispatch(pub(crate) Arc<Routes>);
+pub(crate) struct NotificationDispatch(pub(crate) Arc<ClientRoutes>);
 
-impl Handler for Dispatch {
+impl Handler for NotificationDispatch {
     /// Waits while the consumer of the process has too many unread events. No event is lost, but
     /// all later messages on the same connection wait too.
     async fn notification(&mut self, method: &str, params: Option<&str>) -> Result<(), String> {
@@ -180,7 +180,7 @@ impl Handler for Dispatch {
     }
 
     /// Answers a policy request with the decider of its process; other requests are not supported.
-    fn request(&mut self, method: &str, params: Option<&str>) -> Option<Answer> {
+    fn request(&mut self, method: &str, params: Option<&str>) -> Option<ResponseFuture> {
         if method != PolicyRequest::NAME {
             return None;
         }
@@ -212,24 +212,24 @@ impl Handler for Dispatch {
 }
 
 /// Denies a policy request.
-fn no() -> Answer {
+fn no() -> ResponseFuture {
     let decision = PolicyAnswer::not_allowed();
     Box::pin(async move { Ok(json!(PolicyRequestResult { decision })) })
 }
 
-fn decode<N: Notification>(params: Option<&str>) -> Result<N::Params, String> {
+fn decode<N: NotificationMethod>(params: Option<&str>) -> Result<N::Params, String> {
     let params = params.unwrap_or("null");
     serde_json::from_str(params).map_err(|error| format!("malformed `{}`: {error}", N::NAME))
 }
 
 /// Registration that keeps a process in the table.
 #[derive(Debug)]
-pub(crate) struct Registration {
-    routes: Arc<Routes>,
-    pub(crate) route: Arc<Route>,
+pub(crate) struct RouteRegistration {
+    routes: Arc<ClientRoutes>,
+    pub(crate) route: Arc<ProcessRoute>,
 }
 
-impl Drop for Registration {
+impl Drop for RouteRegistration {
     fn drop(&mut self) {
         self.routes
             .table
@@ -242,13 +242,13 @@ impl Drop for Registration {
 
 /// Known facts about the end of a process.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Status {
+pub(crate) struct EndStatus {
     pub(crate) exit: Option<ProcessExit>,
     pub(crate) closed: bool,
     pub(crate) failure: Option<ProcessFailure>,
 }
 
-impl Status {
+impl EndStatus {
     fn note(&mut self, event: &ExecProcessEvent) -> bool {
         match event {
             ExecProcessEvent::Exited { exit, .. } if self.exit.is_none() => {
@@ -263,7 +263,7 @@ impl Status {
 
 /// Queue and state of one process, between the connection and its consumer.
 #[derive(Debug)]
-pub(crate) struct Route {
+pub(crate) struct ProcessRoute {
     process_id: String,
     /// Never held across an await.
     inbox: Mutex<Inbox>,
@@ -274,12 +274,12 @@ pub(crate) struct Route {
     /// Notified when a gap opens, closes or moves, or when a consumer attaches.
     moved: Notify,
     /// Updated as soon as an exit or close is received, before it is next in the order.
-    status: watch::Sender<Status>,
+    status: watch::Sender<EndStatus>,
     /// Decider of network policy requests, and its time limit per request.
     decider: OnceLock<(Arc<dyn NetworkPolicyDecider>, Duration)>,
 }
 
-impl Route {
+impl ProcessRoute {
     fn after(process_id: &str, after: u64) -> Self {
         Self {
             process_id: process_id.to_owned(),
@@ -317,7 +317,7 @@ impl Route {
         &self.process_id
     }
 
-    pub(crate) fn status(&self) -> watch::Receiver<Status> {
+    pub(crate) fn status(&self) -> watch::Receiver<EndStatus> {
         self.status.subscribe()
     }
 

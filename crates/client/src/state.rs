@@ -68,11 +68,11 @@ impl fmt::Display for ConnectionState {
 #[derive(Debug, Clone)]
 pub struct ConnectionStates {
     states: watch::Receiver<ConnectionState>,
-    told: Told,
+    told: LastReported,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Told {
+enum LastReported {
     Nothing,
     Something,
     Failure,
@@ -82,21 +82,21 @@ impl ConnectionStates {
     pub(crate) fn new(states: watch::Receiver<ConnectionState>) -> Self {
         Self {
             states,
-            told: Told::Nothing,
+            told: LastReported::Nothing,
         }
     }
 
     /// Returns the next state; `None` after a failure, or when the client was dropped. Cancel safe.
     pub async fn recv(&mut self) -> Option<ConnectionState> {
         match self.told {
-            Told::Nothing => {}
-            Told::Something => self.states.changed().await.ok()?,
-            Told::Failure => return None,
+            LastReported::Nothing => {}
+            LastReported::Something => self.states.changed().await.ok()?,
+            LastReported::Failure => return None,
         }
         let state = self.states.borrow_and_update().clone();
         self.told = match state.is_failed() {
-            true => Told::Failure,
-            false => Told::Something,
+            true => LastReported::Failure,
+            false => LastReported::Something,
         };
         Some(state)
     }

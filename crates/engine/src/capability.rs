@@ -1,13 +1,13 @@
 //! Capability discovery: plugins and skills below a directory.
 //!
 //! Walks the directory and decides what is left out. [`exec_server_protocol::capability`] decides
-//! what a manifest means; [`Files`] reads the files.
+//! what a manifest means; [`PolicyFiles`] reads the files.
 
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-use exec_server_executor::fs::{Answer, Cancelled, FsError, Walked};
-use exec_server_executor::sandbox::files::Files;
+use exec_server_executor::fs::{CancelCheck, FileOutcome, FsError, Walked};
+use exec_server_executor::sandbox::files::PolicyFiles;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::capability::{
     DeclaredLocation, DiscoveredRoot, MANIFESTS, MAX_DEPTH, MAX_DIRECTORIES, MAX_ENTRIES,
@@ -26,14 +26,14 @@ const MAX_WARNINGS: usize = 100;
 /// The `error` of the result says why the whole search failed; its `warnings` say what was left
 /// out.
 pub fn discover(
-    files: &Files,
+    files: &PolicyFiles,
     id: String,
     path: PathUri,
-    cancelled: Cancelled<'_>,
+    cancelled: CancelCheck<'_>,
 ) -> DiscoveredRoot {
     let mut found = DiscoveredRoot::empty(id, path);
     let outcome = match found.path.to_native() {
-        Ok(root) => Search {
+        Ok(root) => CapabilitySearch {
             files,
             root,
             cancelled,
@@ -56,10 +56,10 @@ pub fn discover(
     found
 }
 
-struct Search<'a> {
-    files: &'a Files,
+struct CapabilitySearch<'a> {
+    files: &'a PolicyFiles,
     root: PathBuf,
-    cancelled: Cancelled<'a>,
+    cancelled: CancelCheck<'a>,
     /// Bytes that may still be read.
     left: usize,
     /// Warnings that were dropped because of [`MAX_WARNINGS`].
@@ -67,7 +67,7 @@ struct Search<'a> {
     found: &'a mut DiscoveredRoot,
 }
 
-impl Search<'_> {
+impl CapabilitySearch<'_> {
     fn run(mut self) -> Result<(), String> {
         let uri = self.found.path.clone();
         let look = GetMetadataParams {
@@ -97,7 +97,7 @@ impl Search<'_> {
             sandbox: None,
         });
         let walked = match self.files.call(walk, self.cancelled) {
-            Ok(Answer::Walked(walked)) => walked,
+            Ok(FileOutcome::Walked(walked)) => walked,
             Ok(_) => Walked::default(),
             Err(error) => {
                 let error = said(&error);
@@ -244,7 +244,7 @@ impl Search<'_> {
             sandbox: None,
         });
         let file = match self.files.call(read, self.cancelled) {
-            Ok(Answer::File { file, .. }) => file,
+            Ok(FileOutcome::File { file, .. }) => file,
             Ok(_) => return Ok(None),
             Err(error) => {
                 if !is_absent(&error) {

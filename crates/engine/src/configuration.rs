@@ -67,7 +67,7 @@ impl ConfigFiles {
         if keys.is_empty() {
             return Ok(ConfigStack::default());
         }
-        let mut stack = Stack::new(keys);
+        let mut stack = LayerStack::new(keys);
         stack.add("system", &self.system.join(&self.config))?;
         stack.mark();
         let user = stack.add("user", &self.home.join(&self.config))?;
@@ -93,7 +93,7 @@ impl ConfigFiles {
         if keys.is_empty() {
             return Ok(ConfigStack::default());
         }
-        let mut stack = Stack::new(keys);
+        let mut stack = LayerStack::new(keys);
         stack.add("system", &self.system.join(&self.requirements))?;
         Ok(stack.stack)
     }
@@ -176,7 +176,7 @@ pub enum ConfigError {
     #[error("{place}: {reason}")]
     Syntax {
         /// Position of the error.
-        place: Place,
+        place: FilePosition,
         /// The parser's message.
         reason: String,
     },
@@ -192,13 +192,13 @@ pub enum ConfigError {
 
 /// Position in a file, counted from 1; columns are characters.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct FilePosition {
     path: PathBuf,
     line: usize,
     column: usize,
 }
 
-impl Place {
+impl FilePosition {
     fn at(path: &Path, text: &str, offset: usize) -> Self {
         let mut end = offset.min(text.len());
         while !text.is_char_boundary(end) {
@@ -214,18 +214,18 @@ impl Place {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for FilePosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}:{}", self.path.display(), self.line, self.column)
     }
 }
 
-struct Stack<'a> {
+struct LayerStack<'a> {
     keys: Vec<&'a [String]>,
     stack: ConfigStack,
 }
 
-impl<'a> Stack<'a> {
+impl<'a> LayerStack<'a> {
     fn new(keys: &'a [Vec<String>]) -> Self {
         Self {
             keys: keys.iter().map(Vec::as_slice).collect(),
@@ -294,13 +294,13 @@ fn read(path: &Path) -> Result<Option<Table>, ConfigError> {
             let good = error.utf8_error().valid_up_to();
             let text = String::from_utf8_lossy(&error.as_bytes()[..good]).into_owned();
             return Err(ConfigError::Syntax {
-                place: Place::at(path, &text, good),
+                place: FilePosition::at(path, &text, good),
                 reason: "not UTF-8".to_owned(),
             });
         }
     };
     let table = text.parse::<Table>().map_err(|error| ConfigError::Syntax {
-        place: Place::at(path, &text, error.span().map_or(0, |span| span.start)),
+        place: FilePosition::at(path, &text, error.span().map_or(0, |span| span.start)),
         reason: error.message().replace('\n', ", "),
     })?;
     Ok(Some(table))
@@ -378,9 +378,12 @@ mod tests {
     #[test]
     fn position_counts_lines_and_characters() {
         let text = "a = 1\nü = \nb";
-        let place = Place::at(Path::new("/x"), text, text.find("= \n").unwrap());
+        let place = FilePosition::at(Path::new("/x"), text, text.find("= \n").unwrap());
         assert_eq!(place.to_string(), "/x:2:3");
-        assert_eq!(Place::at(Path::new("/x"), text, 999).to_string(), "/x:3:2");
+        assert_eq!(
+            FilePosition::at(Path::new("/x"), text, 999).to_string(),
+            "/x:3:2"
+        );
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::io;
 use exec_server_executor::StartError;
 use exec_server_executor::conditions::ConditionError;
 use exec_server_executor::fs::watch::WatchError;
-use exec_server_executor::fs::{FsError, LinkAt};
+use exec_server_executor::fs::{FsError, LinkPosition};
 use exec_server_http::HttpError;
 use exec_server_protocol::ErrorObject;
 use exec_server_protocol::codes::{
@@ -102,7 +102,8 @@ impl From<FsError> for ApiError {
         let code = match error {
             FsError::Io { source, .. } => io_code(&source),
             FsError::Symlink {
-                at: LinkAt::Entry, ..
+                at: LinkPosition::Entry,
+                ..
             } => INVALID_REQUEST,
             FsError::Symlink { .. }
             | FsError::TooManyEntries(_)
@@ -179,8 +180,8 @@ mod tests {
             (io(io::ErrorKind::NotFound).into(), NOT_FOUND),
             (io(io::ErrorKind::PermissionDenied).into(), INVALID_REQUEST),
             (io(io::ErrorKind::StorageFull).into(), INTERNAL),
-            (link(LinkAt::Leaf).into(), INTERNAL),
-            (link(LinkAt::Entry).into(), INVALID_REQUEST),
+            (link(LinkPosition::Leaf).into(), INTERNAL),
+            (link(LinkPosition::Entry).into(), INVALID_REQUEST),
             (FsError::Params("x".to_owned()).into(), INVALID_PARAMS),
             (WatchError::Cancelled.into(), INVALID_REQUEST),
             (StartError::EmptyArgv.into(), INVALID_PARAMS),

@@ -9,7 +9,7 @@ use exec_server_protocol::environment::{EnvironmentInfo, Shell};
 
 /// Entry of a user in the password database.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Account {
+pub struct UserAccount {
     /// The home directory.
     pub home: PathBuf,
     /// The login shell.
@@ -17,20 +17,20 @@ pub struct Account {
 }
 
 /// The account of the user that runs this program, if it has an entry.
-pub fn account() -> Option<Account> {
+pub fn account() -> Option<UserAccount> {
     find_account(
         &fs::read_to_string("/etc/passwd").ok()?,
         rustix::process::getuid().as_raw(),
     )
 }
 
-fn find_account(passwd: &str, uid: u32) -> Option<Account> {
+fn find_account(passwd: &str, uid: u32) -> Option<UserAccount> {
     passwd.lines().find_map(|line| {
         let fields: Vec<&str> = line.split(':').collect();
         let [_, _, id, _, _, home, shell] = fields[..] else {
             return None;
         };
-        (id.parse() == Ok(uid)).then(|| Account {
+        (id.parse() == Ok(uid)).then(|| UserAccount {
             home: home.into(),
             shell: shell.into(),
         })
@@ -38,7 +38,7 @@ fn find_account(passwd: &str, uid: u32) -> Option<Account> {
 }
 
 /// The shell to report: the user's own if its kind is known, else the first that exists.
-pub fn shell(account: Option<&Account>) -> (String, PathBuf) {
+pub fn shell(account: Option<&UserAccount>) -> (String, PathBuf) {
     const KNOWN: [&str; 3] = ["zsh", "bash", "sh"];
     let kind = |path: &Path| -> Option<String> {
         let name = path.file_name()?.to_str()?;
@@ -73,7 +73,7 @@ pub fn name() -> Option<String> {
 }
 
 /// The user's home directory: `HOME` of the given environment, else that of the account.
-pub fn home(env: &BTreeMap<String, String>, account: Option<&Account>) -> Option<PathBuf> {
+pub fn home(env: &BTreeMap<String, String>, account: Option<&UserAccount>) -> Option<PathBuf> {
     let from_env = env
         .get("HOME")
         .map(PathBuf::from)
@@ -118,7 +118,7 @@ mod tests {
         let account = find_account(passwd, 1000).unwrap();
         assert_eq!(account.home, Path::new("/home/u"));
         assert_eq!(find_account(passwd, 7), None);
-        let odd = Account {
+        let odd = UserAccount {
             home: "/".into(),
             shell: "/usr/sbin/nologin".into(),
         };

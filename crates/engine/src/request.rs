@@ -1,4 +1,4 @@
-//! Validation of `process/start` parameters, and conversion to a `Spec`.
+//! Validation of `process/start` parameters, and conversion to a `ProcessSpec`.
 //!
 //! Contains the checks that do not depend on the caller's identity, so that they are the same for
 //! local and remote callers.
@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use exec_server_executor::{PrivateNetwork, Size, Spec, StartError, Stdio, Timeout};
+use exec_server_executor::{PrivateNetwork, ProcessSpec, PtySize, StartError, Stdio, Timeout};
 use exec_server_protocol::process::{StartParams, TerminalSize};
 
 use crate::{env, host};
@@ -21,7 +21,10 @@ const TIMEOUT_GRACE: Duration = Duration::from_secs(2);
 ///
 /// The error names the invalid field: an empty command, a path of another platform, a terminal
 /// without a size, or a policy that cannot be enforced.
-pub fn spec(params: &StartParams, own: &BTreeMap<String, String>) -> Result<Spec, StartError> {
+pub fn spec(
+    params: &StartParams,
+    own: &BTreeMap<String, String>,
+) -> Result<ProcessSpec, StartError> {
     if params.argv.is_empty() {
         return Err(StartError::EmptyArgv);
     }
@@ -51,7 +54,7 @@ pub fn spec(params: &StartParams, own: &BTreeMap<String, String>) -> Result<Spec
             stdin: params.pipe_stdin,
         }
     };
-    Ok(Spec {
+    Ok(ProcessSpec {
         argv: params.argv.clone(),
         cwd,
         env,
@@ -85,14 +88,14 @@ pub fn add_shell(env: &mut BTreeMap<String, String>) {
 /// # Errors
 ///
 /// When a dimension is not between 1 and 65535.
-pub fn size(size: TerminalSize) -> Result<Size, StartError> {
+pub fn size(size: TerminalSize) -> Result<PtySize, StartError> {
     let cells = |name: &str, value: u32| match u16::try_from(value) {
         Ok(value) if value > 0 => Ok(value),
         _ => Err(StartError::Refused(format!(
             "terminal {name} must be between 1 and 65535, not {value}"
         ))),
     };
-    Ok(Size {
+    Ok(PtySize {
         rows: cells("rows", size.rows)?,
         cols: cells("cols", size.cols)?,
     })

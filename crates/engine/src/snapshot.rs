@@ -11,9 +11,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_executor::log::{EntryKind, Log, Retention, Stream};
-use exec_server_executor::process::{End, Process};
-use exec_server_executor::{Executor, PrivateNetwork, Spec, StartError, Stdio};
+use exec_server_executor::log::{Log, LogEntryKind, OutputStream, Retention};
+use exec_server_executor::process::{Process, TerminationMethod};
+use exec_server_executor::{Executor, PrivateNetwork, ProcessSpec, StartError, Stdio};
 use exec_server_protocol::process::{EnvPolicy, StartParams};
 use exec_server_protocol::sandbox::Sandbox;
 use exec_server_protocol::text::shell_quoted;
@@ -52,13 +52,13 @@ const NOT_STATE: [&str; 4] = ["OLDPWD", "PWD", "SHLVL", "_"];
 
 /// Kind of shell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum ShellKind {
     Bash,
     Zsh,
     Sh,
 }
 
-impl Kind {
+impl ShellKind {
     fn named(name: &str) -> Option<Self> {
         match name {
             "bash" => Some(Self::Bash),
@@ -122,9 +122,9 @@ impl Kind {
 
 /// Key of a snapshot: commands with an equal key share one.
 #[derive(Debug, Clone, PartialEq)]
-struct Key {
+struct SnapshotKey {
     scope_id: String,
-    kind: Kind,
+    kind: ShellKind,
     path: String,
     cwd: PathBuf,
     policy: Option<EnvPolicy>,
@@ -133,19 +133,19 @@ struct Key {
 
 /// A command that may start from a snapshot.
 #[derive(Debug, Clone)]
-pub struct Wanted {
-    key: Key,
+pub struct SnapshotRequest {
+    key: SnapshotKey,
     /// Environment variables of the request, which override those of start-up files.
     asked: BTreeMap<String, String>,
 }
 
-impl Wanted {
+impl SnapshotRequest {
     /// The snapshot request of a command; `None` if a snapshot does not apply to it.
     ///
     /// # Errors
     ///
     /// When the scope or the shell is invalid.
-    pub fn of(params: &StartParams, spec: &Spec) -> Result<Option<Self>, StartError> {
+    pub fn of(params: &StartParams, spec: &ProcessSpec) -> Result<Option<Self>, StartError> {
         let Some(wanted) = &params.shell_snapshot else {
             return Ok(None);
         };
@@ -155,7 +155,7 @@ impl Wanted {
                 "shell snapshot scope must be 1 to {MAX_SCOPE_BYTES} bytes, not {length}"
             )));
         }
-        let Some(kind) = Kind::named(&wanted.shell.name) else {
+        let Some(kind) = ShellKind::named(&wanted.shell.name) else {
             return Err(StartError::Refused(format!(
                 "shell snapshots are unsupported for shell `{}`",
                 wanted.shell.name
@@ -164,7 +164,7 @@ impl Wanted {
         let fits = matches!(&spec.argv[..], [shell, flag, _, ..]
             if *shell == wanted.shell.path && flag == "-lc");
         Ok(fits.then(|| Self {
-            key: Key {
+            key: SnapshotKey {
                 scope_id: wanted.scope_id.clone(),
                 kind,
                 path: wanted.shell.path.clone(),
@@ -183,11 +183,11 @@ pub struct Snapshots {
     /// Timeout of a capture.
     time: Duration,
     /// Least recently used first.
-    kept: Mutex<VecDeque<(Key, Cell)>>,
+    kept: Mutex<VecDeque<(SnapshotKey, SnapshotCell)>>,
 }
 
 /// Initialized once, by the first command that needs it; `None` if the capture failed.
-type Cell = Arc<OnceCell<Option<Snapshot>>>;
+type SnapshotCell = Arc<OnceCell<Option<Snapshot>>>;
 
 impl Default for Snapshots {
     fn default() -> Self {
@@ -205,7 +205,12 @@ impl Snapshots {
     }
 
     /// The same command with the state of its shell restored, or unchanged if there is no snapshot.
-    pub async fn restore(&self, executor: &Executor, spec: Spec, wanted: &Wanted) -> Spec {
+    pub async fn restore(
+        &self,
+        executor: &Executor,
+        spec: ProcessSpec,
+        wanted: &SnapshotRequest,
+    ) -> ProcessSpec {
         let cell = self.cell(&wanted.key);
         let take = || async {
             let taken = take(executor, &spec, wanted, self.time).await;
@@ -231,11 +236,11 @@ impl Snapshots {
         kept.iter().filter_map(|(_, cell)| left(cell)).collect()
     }
 
-    fn cell(&self, key: &Key) -> Cell {
+    fn cell(&self, key: &SnapshotKey) -> SnapshotCell {
         let mut kept = self.kept.lock();
         let known = kept.iter().position(|(known, _)| known == key);
         let entry = known.and_then(|at| kept.remove(at));
-        let (key, cell) = entry.unwrap_or_else(|| (key.clone(), Cell::default()));
+        let (key, cell) = entry.unwrap_or_else(|| (key.clone(), SnapshotCell::default()));
         kept.push_back((key, Arc::clone(&cell)));
         if kept.len() > MAX_SNAPSHOTS
             && let Some((_, old)) = kept.pop_front()
@@ -243,14 +248,14 @@ impl Snapshots {
         {
             // The task ends when all of them have ended.
             tokio::spawn(async move {
-                process.terminate_and_wait(End::Now).await;
+                process.terminate_and_wait(TerminationMethod::Now).await;
             });
         }
         cell
     }
 }
 
-fn left(cell: &Cell) -> Option<Process> {
+fn left(cell: &SnapshotCell) -> Option<Process> {
     cell.get()?.as_ref()?.left.clone()
 }
 
@@ -270,7 +275,7 @@ struct Snapshot {
 impl Snapshot {
     /// The same command in a shell that restores the state; `None` if the state is too long for
     /// that.
-    fn begin(&self, spec: &Spec, wanted: &Wanted) -> Option<Spec> {
+    fn begin(&self, spec: &ProcessSpec, wanted: &SnapshotRequest) -> Option<ProcessSpec> {
         let [shell, _, command, rest @ ..] = &spec.argv[..] else {
             return None;
         };
@@ -303,7 +308,7 @@ impl Snapshot {
         }
         let bare = wanted.key.kind.bare().to_owned();
         let argv = [shell.clone(), bare, text];
-        Some(Spec {
+        Some(ProcessSpec {
             argv: argv.into_iter().chain(rest.iter().cloned()).collect(),
             env,
             ..spec.clone()
@@ -329,8 +334,8 @@ fn parts(text: &str) -> impl Iterator<Item = &str> {
 /// Captures the state of a shell, and verifies that another shell can restore it.
 async fn take(
     executor: &Executor,
-    spec: &Spec,
-    wanted: &Wanted,
+    spec: &ProcessSpec,
+    wanted: &SnapshotRequest,
     time: Duration,
 ) -> Result<Snapshot, String> {
     let deadline = tokio::time::Instant::now() + time;
@@ -343,7 +348,7 @@ async fn take(
     let mut snapshot = understand(&said, &mark, spec, key.policy.as_ref())?;
     snapshot.left = process;
     // Background processes of start-up files may have written in between.
-    let mut trial = Spec {
+    let mut trial = ProcessSpec {
         argv: spec.argv.clone(),
         ..spec.clone()
     };
@@ -360,7 +365,7 @@ async fn take(
         Ok(snapshot) => Ok(snapshot),
         Err((snapshot, reason)) => {
             if let Some(process) = snapshot.left {
-                process.terminate_and_wait(End::Now).await;
+                process.terminate_and_wait(TerminationMethod::Now).await;
             }
             Err(reason)
         }
@@ -371,12 +376,12 @@ async fn take(
 /// processes.
 async fn hear(
     executor: &Executor,
-    spec: &Spec,
+    spec: &ProcessSpec,
     argv: Vec<String>,
     end: &str,
     deadline: tokio::time::Instant,
 ) -> Result<(Vec<u8>, Option<Process>), String> {
-    let spec = Spec {
+    let spec = ProcessSpec {
         argv,
         stdio: Stdio::Pipes { stdin: false },
         timeout: None,
@@ -389,7 +394,7 @@ async fn hear(
         .start(spec)
         .await
         .map_err(|error| error.to_string())?;
-    let mut search = Search::new(end);
+    let mut search = MarkerSearch::new(end);
     let said = process.wait_for(|log| search.look(log));
     let outcome = match tokio::time::timeout_at(deadline, said).await {
         Ok(true) => {
@@ -406,21 +411,21 @@ async fn hear(
         Ok(said) if process.is_alone().await => Ok((said, None)),
         Ok(said) => Ok((said, Some(process))),
         Err(reason) => {
-            process.terminate_and_wait(End::Now).await;
+            process.terminate_and_wait(TerminationMethod::Now).await;
             Err(reason.to_owned())
         }
     }
 }
 
 /// Incremental search for a text in output.
-struct Search {
+struct MarkerSearch {
     text: Vec<u8>,
     cursor: u64,
     /// The end of the searched output, shorter than the text.
     tail: Vec<u8>,
 }
 
-impl Search {
+impl MarkerSearch {
     fn new(text: &str) -> Self {
         Self {
             text: text.as_bytes().to_vec(),
@@ -433,7 +438,7 @@ impl Search {
     fn look(&mut self, log: &Log) -> Option<bool> {
         while let Some(entry) = log.entry_after(self.cursor) {
             self.cursor = entry.seq;
-            let EntryKind::Output(Stream::Stdout, bytes) = &entry.kind else {
+            let LogEntryKind::Output(OutputStream::Stdout, bytes) = &entry.kind else {
                 continue;
             };
             self.tail.extend_from_slice(bytes);
@@ -454,7 +459,7 @@ fn output(log: &Log) -> Vec<u8> {
     let mut cursor = 0;
     while let Some(entry) = log.entry_after(cursor) {
         cursor = entry.seq;
-        if let EntryKind::Output(Stream::Stdout, bytes) = &entry.kind {
+        if let LogEntryKind::Output(OutputStream::Stdout, bytes) = &entry.kind {
             all.extend_from_slice(bytes);
         }
     }
@@ -465,7 +470,7 @@ fn output(log: &Log) -> Vec<u8> {
 fn understand(
     said: &[u8],
     mark: &str,
-    spec: &Spec,
+    spec: &ProcessSpec,
     policy: Option<&EnvPolicy>,
 ) -> Result<Snapshot, String> {
     let incomplete = || "the output of the shell is incomplete".to_owned();
@@ -527,14 +532,14 @@ fn sections<'a>(said: &'a [u8], mark: &str) -> Option<(&'a [u8], &'a [u8])> {
 mod tests {
     use super::*;
 
-    fn spec(env: &[(&str, &str)]) -> Spec {
-        Spec {
+    fn spec(env: &[(&str, &str)]) -> ProcessSpec {
+        ProcessSpec {
             argv: ["/bin/sh", "-lc", "it's"].map(str::to_owned).to_vec(),
             env: env
                 .iter()
                 .map(|&(name, value)| (name.to_owned(), value.to_owned()))
                 .collect(),
-            ..Spec::default()
+            ..ProcessSpec::default()
         }
     }
 
@@ -576,10 +581,10 @@ mod tests {
             left: None,
         };
         let spec = spec(&[("A", "asked"), ("C", "asked"), ("D", "policy")]);
-        let wanted = Wanted {
-            key: Key {
+        let wanted = SnapshotRequest {
+            key: SnapshotKey {
                 scope_id: "s".to_owned(),
-                kind: Kind::Sh,
+                kind: ShellKind::Sh,
                 path: "/bin/sh".to_owned(),
                 cwd: PathBuf::new(),
                 policy: None,
@@ -615,9 +620,9 @@ mod tests {
     #[test]
     fn least_recently_used_snapshot_is_evicted() {
         let snapshots = Snapshots::default();
-        let key = |n: usize| Key {
+        let key = |n: usize| SnapshotKey {
             scope_id: n.to_string(),
-            kind: Kind::Bash,
+            kind: ShellKind::Bash,
             path: String::new(),
             cwd: PathBuf::new(),
             policy: None,

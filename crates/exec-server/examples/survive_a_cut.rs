@@ -12,8 +12,8 @@ use std::net::SocketAddr;
 
 use exec_server::protocol::process::StartParams;
 use exec_server::{
-    ExecBackend as _, ExecProcessEvent, ExecServerClient, ExecServerConfig, Listener,
-    RemoteExecServerConnectArgs, Server,
+    ExecBackend as _, ExecProcessEvent, ExecServer, ExecServerClient, ExecServerConfig, Listener,
+    RemoteExecServerConnectArgs,
 };
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -36,7 +36,7 @@ async fn survive() -> Result<Vec<String>, Box<dyn Error>> {
     let listener = Listener::tcp(([127, 0, 0, 1], 0).into(), false).await?;
     let address = listener.url().to_string();
     let address = address.trim_start_matches("ws://").trim_end_matches('/');
-    tokio::spawn(listener.serve(Server::new(ExecServerConfig::default())?));
+    tokio::spawn(listener.serve(ExecServer::new(ExecServerConfig::default())?));
     let (cut, url) = forward(address.parse()?).await?;
 
     let client =

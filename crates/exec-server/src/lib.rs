@@ -4,12 +4,12 @@
 //! in one module per crate.
 //!
 //! ```no_run
-//! use exec_server::{CollectOptions, ExecBackend, ExecServerConfig, Server, in_process};
+//! use exec_server::{CollectOptions, ExecBackend, ExecServer, ExecServerConfig, in_process};
 //! use exec_server::protocol::process::StartParams;
 //!
 //! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
 //! // A server and a client inside this program; `ExecServerClient::connect` reaches one elsewhere.
-//! let server = Server::new(ExecServerConfig::default())?;
+//! let server = ExecServer::new(ExecServerConfig::default())?;
 //! let client = in_process(&server).await?;
 //! let params = StartParams {
 //!     process_id: "1".to_owned(),
@@ -26,7 +26,7 @@
 pub mod cli;
 
 pub use exec_server_client::{
-    CollectOptions, ConnectionState, ConnectionStates, Dial, DialError, Dialled, Environment,
+    CollectOptions, ConnectionState, ConnectionStates, Dial, DialError, DialledLink, Environment,
     EnvironmentManager, EnvironmentProvider, ExecBackend, ExecProcess, ExecProcessEvent,
     ExecProcessEvents, ExecServerClient, ExecServerClientConnectOptions, ExecServerError,
     ExecutorFileSystem, ExecutorHttp, LocalBackend, LocalFileSystem, LocalHttp, ProcessExit,
@@ -40,9 +40,9 @@ pub use exec_server_protocol as protocol;
 pub use exec_server_protocol::session::{InitializeParams, InitializeResponse};
 pub use exec_server_relay as relay;
 pub use exec_server_service::{
-    DEFAULT_LISTEN_URL, ExecServerConfig, ExecServerListenUrlParseError, Guard, Lifetime,
-    ListenUrl, Listener, RemoteEnvironmentConfig, RemoteEnvironmentError, Rules, Server, audit,
-    auth, metrics, remote, run_remote_environment,
+    AdmissionRules, ConnectionGuard, DEFAULT_LISTEN_URL, ExecServer, ExecServerConfig,
+    ExecServerListenUrlParseError, ListenUrl, Listener, RemoteEnvironmentConfig,
+    RemoteEnvironmentError, SessionLifetime, audit, auth, metrics, remote, run_remote_environment,
 };
 pub use exec_server_transport as transport;
 pub use exec_server_transport::Secret;
@@ -54,9 +54,13 @@ pub use exec_server_transport::Secret;
 /// # Errors
 ///
 /// When the handshake fails, which it does only while the server shuts down.
-pub async fn in_process(server: &Server) -> Result<ExecServerClient, ExecServerError> {
+pub async fn in_process(server: &ExecServer) -> Result<ExecServerClient, ExecServerError> {
     let (here, there) = transport::Link::pair();
-    let connection = server.serve(there, "in-process client".to_owned(), Lifetime::Connection);
+    let connection = server.serve(
+        there,
+        "in-process client".to_owned(),
+        SessionLifetime::Connection,
+    );
     // Ends when the client, which holds the other end of the link, is dropped.
     tokio::spawn(connection);
     let options = ExecServerClientConnectOptions::new("in-process");

@@ -12,30 +12,30 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, UNIX_EPOCH};
 
-use exec_server::executor::log::Stream;
-use exec_server::executor::{Executor, ExecutorConfig, Size, Spec, Stdio as ChildStdio};
+use exec_server::executor::log::OutputStream;
+use exec_server::executor::{Executor, ExecutorConfig, ProcessSpec, PtySize, Stdio as ChildStdio};
 use exec_server_testkit::proc::eventually;
-use exec_server_testkit::server::Server;
+use exec_server_testkit::server::ServerProcess;
 use tempfile::TempDir;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_exec-server");
 
 /// A server, its directory, and a local directory.
 struct CliFixture {
-    server: Server,
+    server: ServerProcess,
     there: TempDir,
     here: TempDir,
 }
 
 /// Stdout, stderr and exit code.
 #[derive(Debug)]
-struct Seen {
+struct CommandOutput {
     out: Vec<u8>,
     err: String,
     code: Option<i32>,
 }
 
-impl Seen {
+impl CommandOutput {
     fn text(&self) -> String {
         String::from_utf8_lossy(&self.out).into_owned()
     }
@@ -73,7 +73,7 @@ impl CliFixture {
         let mut command = tokio::process::Command::new(BINARY);
         command.current_dir(there.path());
         Self {
-            server: Server::start(command).await,
+            server: ServerProcess::start(command).await,
             there,
             here: tempfile::tempdir().unwrap(),
         }
@@ -98,14 +98,14 @@ impl CliFixture {
         command
     }
 
-    fn run<S: AsRef<OsStr>>(&self, args: &[S]) -> Seen {
+    fn run<S: AsRef<OsStr>>(&self, args: &[S]) -> CommandOutput {
         see(&mut self.command(args))
     }
 }
 
-fn see(command: &mut Command) -> Seen {
+fn see(command: &mut Command) -> CommandOutput {
     let output = command.output().unwrap();
-    Seen {
+    CommandOutput {
         out: output.stdout,
         err: String::from_utf8_lossy(&output.stderr).into_owned(),
         code: output.status.code(),
@@ -405,20 +405,22 @@ async fn in_terminal(test: &CliFixture, args: &[&str], cols: u16) -> String {
     let mut argv = vec![BINARY.to_owned()];
     argv.extend(args.iter().map(|&arg| arg.to_owned()));
     let env = [("EXEC_SERVER_URL", test.server.url()), ("TERM", "xterm")];
-    let spec = Spec {
+    let spec = ProcessSpec {
         argv,
         cwd: test.here(""),
         env: env
             .into_iter()
             .map(|(name, value)| (name.to_owned(), value.to_owned()))
             .collect(),
-        stdio: ChildStdio::Terminal(Size { rows: 24, cols }),
-        ..Spec::default()
+        stdio: ChildStdio::Terminal(PtySize { rows: 24, cols }),
+        ..ProcessSpec::default()
     };
     let process = executor.start(spec).await.unwrap();
     let closed = process.wait_for(|log| log.close().map(|_| log.exit().cloned()));
     let exit = tokio::time::timeout(Duration::from_secs(60), closed).await;
-    let shown = process.with_log(|log| log.cut(Stream::Pty, None)).bytes;
+    let shown = process
+        .with_log(|log| log.cut(OutputStream::Pty, None))
+        .bytes;
     let shown = String::from_utf8(shown.to_vec()).unwrap();
     assert_eq!(exit.unwrap().unwrap().code, 0, "{shown}");
     shown

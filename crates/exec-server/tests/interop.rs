@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server::fs::{
-    Copy, Feature, Hash, ReadStream, Remove, Rename, Walk, WriteMode, WriteOptions, WriteStream,
-    uri,
+    CopyOptions, Feature, HashOptions, ReadStreamOptions, RemoveOptions, RenameOptions,
+    TreeWalkOptions, WriteMode, WriteOptions, WriteStreamOptions, uri,
 };
 use exec_server::protocol::process::{
     SignalName, SignalScope, StartParams, TerminateMode, WaitUntil, WriteStatus,
@@ -19,25 +19,25 @@ use exec_server::{
     ExecServerError, ExecutorFileSystem as _, RemoteExecServerConnectArgs,
 };
 use exec_server_client::AttachRequest;
-use exec_server_testkit::rendezvous::Rendezvous;
-use exec_server_testkit::site::{Site, answer};
-use exec_server_testkit::{codex, interop, proxy, server::Server};
+use exec_server_testkit::rendezvous::RendezvousProcess;
+use exec_server_testkit::site::{HttpSite, answer};
+use exec_server_testkit::{codex, interop, proxy, server::ServerProcess};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::process::Command;
 
 exec_server_testkit::interop_tests!(ours);
 
-async fn ours() -> ((), Server) {
+async fn ours() -> ((), ServerProcess) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command.env(interop::MARKER.0, interop::MARKER.1);
-    ((), Server::start(command).await)
+    ((), ServerProcess::start(command).await)
 }
 
 /// A server with a separate home: the user's configuration and start-up files are not read.
-async fn ours_at(variable: &str, home: &std::path::Path) -> Server {
+async fn ours_at(variable: &str, home: &std::path::Path) -> ServerProcess {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command.env_remove("CODEX_HOME").env(variable, home);
-    Server::start(command).await
+    ServerProcess::start(command).await
 }
 
 #[tokio::test]
@@ -58,7 +58,7 @@ async fn start_up_files_run_once_for_the_real_client() {
 #[tokio::test]
 async fn real_client_is_notified_of_network_decisions() {
     let (_, server) = ours().await;
-    let proxy = proxy::Proxy::start(server.url()).await;
+    let proxy = proxy::TcpProxy::start(server.url()).await;
     proxy.listen();
     interop::managed_network_allows_only_hosts_of_the_cli(&proxy.url()).await;
     let decisions: Vec<_> = proxy
@@ -84,12 +84,12 @@ async fn real_client_is_notified_of_network_decisions() {
 async fn real_client_decides_about_an_unlisted_host() {
     for (outcome, reason) in [("allow", "allow"), ("deny", "not_allowed")] {
         // Represents the rest of the internet.
-        let world = Site::saying(answer("200 OK", "", "the world\n")).await;
+        let world = HttpSite::saying(answer("200 OK", "", "the world\n")).await;
         let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
         command.arg("--set");
         command.arg(format!("http.proxy={}", world.url("")));
-        let server = Server::start(command).await;
-        let proxy = proxy::Proxy::start(server.url()).await;
+        let server = ServerProcess::start(command).await;
+        let proxy = proxy::TcpProxy::start(server.url()).await;
         proxy.listen();
         let printed =
             interop::model_review_decides_about_an_unlisted_host(&proxy.url(), outcome).await;
@@ -132,7 +132,7 @@ async fn real_client_sends_tokens() {
     command
         .args(["--ws-auth", "capability-token", "--ws-token-file"])
         .arg(write("token", "tok123\n"));
-    let server = Server::start(command).await;
+    let server = ServerProcess::start(command).await;
     interop::command_runs_with_a_token(server.url(), "tok123").await;
 
     let secret = write("secret", &"s".repeat(32));
@@ -141,7 +141,7 @@ async fn real_client_sends_tokens() {
         .args(["--ws-auth", "signed-bearer-token"])
         .args(["--ws-audience", "here", "--ws-shared-secret-file"])
         .arg(&secret);
-    let server = Server::start(command).await;
+    let server = ServerProcess::start(command).await;
     let mut sign = Command::new(binary);
     sign.args(["token", "sign", "--audience", "here", "--secret-file"])
         .arg(&secret);
@@ -152,7 +152,7 @@ async fn real_client_sends_tokens() {
 /// Our client sends the token that the real server requires.
 #[tokio::test]
 async fn real_server_accepts_tokens_of_our_client() {
-    let home = codex::Home::new();
+    let home = codex::CodexHome::new();
     let file = home.path().join("token");
     std::fs::write(&file, "tok123\n").unwrap();
     let file = file.to_str().unwrap();
@@ -173,13 +173,13 @@ async fn real_server_accepts_tokens_of_our_client() {
 /// The real server, a client connected to it, and its home directory.
 struct RealServer {
     client: ExecServerClient,
-    server: Server,
-    _home: codex::Home,
+    server: ServerProcess,
+    _home: codex::CodexHome,
 }
 
 impl RealServer {
     async fn new() -> Self {
-        let home = codex::Home::new();
+        let home = codex::CodexHome::new();
         let server = codex::exec_server(&home, &[]).await;
         let args = RemoteExecServerConnectArgs::new(server.url(), "interop");
         let client = ExecServerClient::connect(args).await.unwrap();
@@ -365,9 +365,9 @@ async fn our_client_streams_files_on_the_real_server() {
     let directory = tempfile::tempdir().unwrap();
     let path = uri(directory.path().join("f")).unwrap();
     let data = pattern(5_000_000);
-    let replace = WriteStream {
+    let replace = WriteStreamOptions {
         mode: WriteMode::Replace,
-        ..WriteStream::default()
+        ..WriteStreamOptions::default()
     };
     let mut writer = files.open_write(&path, replace).await.unwrap();
     for piece in data.chunks(123_457) {
@@ -376,7 +376,7 @@ async fn our_client_streams_files_on_the_real_server() {
     writer.commit().await.unwrap();
     assert!(std::fs::read(directory.path().join("f")).unwrap() == data);
     for offset in [0, 3_000_000] {
-        let from = ReadStream {
+        let from = ReadStreamOptions {
             offset,
             sandbox: None,
         };
@@ -398,10 +398,13 @@ async fn our_client_uses_directories_on_the_real_server() {
     let made = files.create_directory(&made, Default::default());
     made.await.unwrap();
     std::fs::write(root.join("a/b/f"), "x").unwrap();
-    let walked = files.walk(&path("a"), Walk::default()).await.unwrap();
+    let walked = files
+        .walk(&path("a"), TreeWalkOptions::default())
+        .await
+        .unwrap();
     let found: Vec<_> = walked.entries.iter().map(|entry| &entry.path).collect();
     assert_eq!(found, [&path("a/b"), &path("a/b/f")]);
-    let tree = Copy {
+    let tree = CopyOptions {
         recursive: true,
         sandbox: None,
     };
@@ -409,9 +412,9 @@ async fn our_client_uses_directories_on_the_real_server() {
     assert_eq!(std::fs::read(root.join("c/b/f")).unwrap(), b"x");
     let listed = files.read_directory(&path("c"), Default::default()).await;
     assert_eq!(listed.unwrap()[0].file_name, "b");
-    let gone = Remove {
+    let gone = RemoveOptions {
         recursive: true,
-        ..Remove::default()
+        ..RemoveOptions::default()
     };
     files.remove(&path("a"), gone).await.unwrap();
     assert!(!root.join("a").exists());
@@ -455,10 +458,16 @@ async fn our_client_reports_file_features_that_the_real_server_lacks() {
         ..WriteOptions::default()
     };
     let refusals = [
-        files.rename(&path, &path, Rename::default()).await.err(),
-        files.hash(&path, Hash::default()).await.err(),
+        files
+            .rename(&path, &path, RenameOptions::default())
+            .await
+            .err(),
+        files.hash(&path, HashOptions::default()).await.err(),
         files.write_file(&path, Bytes::new(), mode).await.err(),
-        files.open_write(&path, WriteStream::default()).await.err(),
+        files
+            .open_write(&path, WriteStreamOptions::default())
+            .await
+            .err(),
         files.search(&path, "x", Default::default()).await.err(),
         files.watch(&path, Default::default()).await.err(),
         files.create_symlink(&path, "x", None).await.err(),
@@ -514,23 +523,23 @@ async fn our_client_transfers_trees_to_and_from_the_real_server() {
 }
 
 /// Our rendezvous server, and the registry settings of both real ends.
-struct Deployment {
-    rendezvous: Rendezvous,
+struct RealDeployment {
+    rendezvous: RendezvousProcess,
     state: tempfile::TempDir,
 }
 
-impl Deployment {
+impl RealDeployment {
     async fn start() -> Self {
         let state = tempfile::tempdir().unwrap();
         let command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
         Self {
-            rendezvous: Rendezvous::start(command, state.path()).await,
+            rendezvous: RendezvousProcess::start(command, state.path()).await,
             state,
         }
     }
 
-    fn registry(&self, role: &str) -> codex::Registry {
-        codex::Registry {
+    fn registry(&self, role: &str) -> codex::CodexRegistry {
+        codex::CodexRegistry {
             url: self.rendezvous.url().to_owned(),
             environment: "env-1".to_owned(),
             token: self.rendezvous.token(role),
@@ -554,7 +563,7 @@ impl Deployment {
     }
 
     /// The real executor, attached.
-    async fn executor(&self, home: &codex::Home) -> codex::Executor {
+    async fn executor(&self, home: &codex::CodexHome) -> codex::CodexExecutor {
         let executor = codex::remote_executor(home, &self.registry("executor"), &[interop::MARKER]);
         self.rendezvous.wait_online("env-1", true).await;
         executor
@@ -564,23 +573,23 @@ impl Deployment {
 /// A real executor registers at our rendezvous server, and reconnects after it restarts.
 #[tokio::test]
 async fn real_executor_registers_and_reconnects() {
-    let deployment = Deployment::start().await;
-    let home = codex::Home::new();
+    let deployment = RealDeployment::start().await;
+    let home = codex::CodexHome::new();
     let mut executor = deployment.executor(&home).await;
-    let Deployment { rendezvous, state } = deployment;
+    let RealDeployment { rendezvous, state } = deployment;
     let listen = format!("127.0.0.1:{}", rendezvous.port());
     let command = || Command::new(env!("CARGO_BIN_EXE_exec-server"));
     let options = ["--listen", &listen];
     rendezvous.signal(rustix::process::Signal::KILL);
     rendezvous.ended().await;
-    let rendezvous = Rendezvous::with(command(), state.path(), &options).await;
+    let rendezvous = RendezvousProcess::with(command(), state.path(), &options).await;
     rendezvous.wait_online("env-1", true).await;
     // With another secret its address is invalid, and it registers again.
     rendezvous.signal(rustix::process::Signal::TERM);
     rendezvous.ended().await;
     std::fs::write(state.path().join("secret"), "z".repeat(32)).unwrap();
     std::fs::remove_file(state.path().join("rendezvous.redb")).unwrap();
-    let rendezvous = Rendezvous::with(command(), state.path(), &options).await;
+    let rendezvous = RendezvousProcess::with(command(), state.path(), &options).await;
     rendezvous.wait_online("env-1", true).await;
     assert!(executor.is_running());
 }
@@ -588,8 +597,8 @@ async fn real_executor_registers_and_reconnects() {
 /// The real executor and the real CLI through our rendezvous server.
 #[tokio::test]
 async fn real_executor_and_client_connect_through_our_server() {
-    let deployment = Deployment::start().await;
-    let home = codex::Home::new();
+    let deployment = RealDeployment::start().await;
+    let home = codex::CodexHome::new();
     let mut executor = deployment.executor(&home).await;
     interop::command_runs_through_a_registry(&deployment.registry("harness")).await;
     assert!(executor.is_running());
@@ -598,10 +607,10 @@ async fn real_executor_and_client_connect_through_our_server() {
 /// A harness's socket is cut while a command runs for ten seconds.
 #[tokio::test]
 async fn real_executor_and_client_survive_a_cut_socket() {
-    let deployment = Deployment::start().await;
-    let home = codex::Home::new();
+    let deployment = RealDeployment::start().await;
+    let home = codex::CodexHome::new();
     let _executor = deployment.executor(&home).await;
-    let proxy = Proxy::start(deployment.rendezvous.port()).await;
+    let proxy = CuttingProxy::start(deployment.rendezvous.port()).await;
     let mut registry = deployment.registry("harness");
     registry.url = format!("http://127.0.0.1:{}", proxy.port);
     let connections = Arc::clone(&proxy.connections);
@@ -650,7 +659,7 @@ async fn command_of_the_real_client_survives_a_long_outage() {
 /// Runs a command of the real CLI on our executor, with an outage of this length between the CLI and
 /// our rendezvous server.
 async fn outage_between_the_real_client_and_our_rendezvous(seconds: u64) {
-    let deployment = Deployment::start().await;
+    let deployment = RealDeployment::start().await;
     let _executor = deployment.our_executor().await;
     let address = ([127, 0, 0, 1], deployment.rendezvous.port()).into();
     let proxy = Arc::new(proxy::Outage::proxy(address).await);
@@ -682,7 +691,7 @@ async fn command_of_the_real_client_survives_a_long_outage_of_our_rendezvous() {
 /// Our client resumes the session of the real server after an outage.
 #[tokio::test]
 async fn our_client_resumes_a_session_of_the_real_server_after_a_long_outage() {
-    let home = codex::Home::new();
+    let home = codex::CodexHome::new();
     let server = codex::exec_server(&home, &[]).await;
     let address = server.url().strip_prefix("ws://").unwrap();
     let proxy = proxy::Outage::proxy(address.parse().unwrap()).await;
@@ -709,13 +718,13 @@ async fn our_client_resumes_a_session_of_the_real_server_after_a_long_outage() {
 }
 
 /// A TCP proxy whose connections can be cut.
-struct Proxy {
+struct CuttingProxy {
     port: u16,
     connections: Arc<std::sync::Mutex<Vec<tokio::task::AbortHandle>>>,
     accepting: tokio::task::JoinHandle<()>,
 }
 
-impl Proxy {
+impl CuttingProxy {
     async fn start(to: u16) -> Self {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -742,7 +751,7 @@ impl Proxy {
     }
 }
 
-impl Drop for Proxy {
+impl Drop for CuttingProxy {
     fn drop(&mut self) {
         self.accepting.abort();
     }
@@ -751,9 +760,9 @@ impl Drop for Proxy {
 /// The real server has none of our extensions: sessions are resumed without them.
 #[tokio::test]
 async fn our_client_resumes_sessions_of_the_real_server_repeatedly() {
-    let home = codex::Home::new();
+    let home = codex::CodexHome::new();
     let server = codex::exec_server(&home, &[]).await;
-    let proxy = proxy::Proxy::start(server.url()).await;
+    let proxy = proxy::TcpProxy::start(server.url()).await;
     let mut args = RemoteExecServerConnectArgs::new(proxy.url(), "interop");
     args.options.recovery.longest_pause = Duration::from_millis(100);
     let client = ExecServerClient::connect(args).await.unwrap();
@@ -799,7 +808,7 @@ async fn our_client_resumes_sessions_of_the_real_server_repeatedly() {
     // A session that has ended fails immediately, and the next client works.
     proxy.refuse(true);
     proxy.cut();
-    let other = codex::Home::new();
+    let other = codex::CodexHome::new();
     let other = (codex::exec_server(&other, &[]).await, other);
     proxy.lead_to(other.0.url());
     proxy.refuse(false);

@@ -14,15 +14,15 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use exec_server_protocol::process::{Condition, Evicted, Match, Stream, WaitForResult};
+use exec_server_protocol::process::{Condition, Evicted, Match, OutputStream, WaitForResult};
 use regex_automata::Input;
 use regex_automata::meta::Regex;
 use regex_automata::util::syntax;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
-use crate::look;
-use crate::process::{Process, Watch, blocking, sleep_until};
+use crate::proc_inspect;
+use crate::process::{OutputWatch, Process, blocking, sleep_until};
 
 /// The longest match that is guaranteed to be found.
 pub const MATCH_BYTES: usize = 16 * 1024;
@@ -91,12 +91,12 @@ pub enum ConditionError {
 
 /// Compiled conditions of one wait.
 #[derive(Debug)]
-pub struct Conditions(Vec<Compiled>);
+pub struct Conditions(Vec<CompiledCondition>);
 
 #[derive(Debug)]
-enum Compiled {
+enum CompiledCondition {
     Exit,
-    Regex(Box<Pattern>),
+    Regex(Box<OutputPattern>),
     Quiet(Duration),
     /// `None` matches any port.
     Port(Option<u16>),
@@ -104,9 +104,9 @@ enum Compiled {
 }
 
 #[derive(Debug)]
-struct Pattern {
+struct OutputPattern {
     regex: Regex,
-    stream: Option<Stream>,
+    stream: Option<OutputStream>,
     /// Output after a match cannot change the match.
     definite: bool,
 }
@@ -123,13 +123,15 @@ impl Conditions {
         }
         let compiled = any.iter().enumerate().map(|(index, condition)| {
             Ok(match condition {
-                Condition::Exit => Compiled::Exit,
+                Condition::Exit => CompiledCondition::Exit,
                 Condition::Regex { regex, stream } => {
-                    Compiled::Regex(Box::new(pattern(index, regex, *stream)?))
+                    CompiledCondition::Regex(Box::new(pattern(index, regex, *stream)?))
                 }
-                Condition::Quiet { quiet_ms } => Compiled::Quiet(Duration::from_millis(*quiet_ms)),
-                Condition::Port { port } => Compiled::Port((*port != 0).then_some(*port)),
-                Condition::TtyRead => Compiled::TtyRead,
+                Condition::Quiet { quiet_ms } => {
+                    CompiledCondition::Quiet(Duration::from_millis(*quiet_ms))
+                }
+                Condition::Port { port } => CompiledCondition::Port((*port != 0).then_some(*port)),
+                Condition::TtyRead => CompiledCondition::TtyRead,
             })
         });
         Ok(Self(compiled.collect::<Result<_, _>>()?))
@@ -145,15 +147,18 @@ impl Conditions {
         timeout: Option<Duration>,
     ) -> WaitForResult {
         let now = Instant::now();
-        let searches = self.0.iter().any(|one| matches!(one, Compiled::Regex(_)));
-        let looks = self.0.iter().any(Compiled::looks);
+        let searches = self
+            .0
+            .iter()
+            .any(|one| matches!(one, CompiledCondition::Regex(_)));
+        let looks = self.0.iter().any(CompiledCondition::looks);
         // A cursor beyond the end of the log means: only output from now on.
         let end = process.with_log(|log| log.next_seq() - 1);
         let cursor = after_seq.min(end);
-        Waiting {
+        WaitProgress {
             process,
             watch: searches.then(|| process.watch(cursor)),
-            search: Some(Search::new(self.0, searches)),
+            search: Some(OutputSearch::new(self.0, searches)),
             cursor,
             evicted: None,
             active: now,
@@ -167,13 +172,17 @@ impl Conditions {
     }
 }
 
-impl Compiled {
+impl CompiledCondition {
     fn looks(&self) -> bool {
         matches!(self, Self::Port(_) | Self::TtyRead)
     }
 }
 
-fn pattern(index: usize, regex: &str, stream: Option<Stream>) -> Result<Pattern, ConditionError> {
+fn pattern(
+    index: usize,
+    regex: &str,
+    stream: Option<OutputStream>,
+) -> Result<OutputPattern, ConditionError> {
     if regex.len() > MAX_REGEX_BYTES {
         let bytes = regex.len();
         return Err(ConditionError::TooLong { index, bytes });
@@ -199,7 +208,7 @@ fn pattern(index: usize, regex: &str, stream: Option<Stream>) -> Result<Pattern,
             Some(limit) => wrong(format!("takes more than {limit} bytes when compiled")),
             None => wrong(error.to_string()),
         })?;
-    Ok(Pattern {
+    Ok(OutputPattern {
         regex,
         stream,
         definite,
@@ -207,12 +216,12 @@ fn pattern(index: usize, regex: &str, stream: Option<Stream>) -> Result<Pattern,
 }
 
 /// State of one wait.
-struct Waiting<'a> {
+struct WaitProgress<'a> {
     process: &'a Process,
     /// Prevents eviction of output that was not searched yet.
-    watch: Option<Watch>,
+    watch: Option<OutputWatch>,
     /// `None` only while a blocking thread uses it.
-    search: Option<Search>,
+    search: Option<OutputSearch>,
     /// Sequence number of the last searched entry.
     cursor: u64,
     evicted: Option<Evicted>,
@@ -227,7 +236,7 @@ struct Waiting<'a> {
     reader: Option<(i32, u64)>,
 }
 
-impl Waiting<'_> {
+impl WaitProgress<'_> {
     async fn run(mut self, deadline: Option<Instant>) -> WaitForResult {
         loop {
             let changed = self.process.changed();
@@ -248,7 +257,8 @@ impl Waiting<'_> {
             if closed && let Some((index, found)) = self.tentative.take() {
                 return self.fired(index, |result| result.found = Some(found));
             }
-            if exited && let Some(index) = self.index(|one| matches!(one, Compiled::Exit)) {
+            if exited && let Some(index) = self.index(|one| matches!(one, CompiledCondition::Exit))
+            {
                 return self.fired(index, |_| {});
             }
             if closed {
@@ -259,7 +269,7 @@ impl Waiting<'_> {
                 return self.fired(index, |result| result.found = Some(found));
             }
             let silence = now - self.active;
-            let quiet = |one: &Compiled| matches!(one, Compiled::Quiet(time) if *time <= silence);
+            let quiet = |one: &CompiledCondition| matches!(one, CompiledCondition::Quiet(time) if *time <= silence);
             if let Some(index) = self.index(quiet) {
                 return self.fired(index, |_| {});
             }
@@ -282,7 +292,7 @@ impl Waiting<'_> {
     /// Time of the next step if no output arrives.
     fn next_moment(&self, deadline: Option<Instant>) -> Option<Instant> {
         let quiet = self.conditions().iter().filter_map(|one| match one {
-            Compiled::Quiet(time) => self.active.checked_add(*time),
+            CompiledCondition::Quiet(time) => self.active.checked_add(*time),
             _ => None,
         });
         let settled = self.tentative.is_some().then(|| self.active + SETTLE);
@@ -322,9 +332,9 @@ impl Waiting<'_> {
                 watch.advance(last);
             }
             match found {
-                Found::Nothing => self.tentative = None,
-                Found::Tentative(index, found) => self.tentative = Some((index, found)),
-                Found::Definite(index, found) => {
+                OutputMatch::Nothing => self.tentative = None,
+                OutputMatch::Tentative(index, found) => self.tentative = Some((index, found)),
+                OutputMatch::Definite(index, found) => {
                     // The caller may want the output after the match.
                     self.cursor = found.seq;
                     return Some(self.fired(index, |result| result.found = Some(found)));
@@ -336,13 +346,13 @@ impl Waiting<'_> {
 
     /// Runs the search on a blocking thread: an expression may be slow, and async workers serve
     /// other connections.
-    async fn search(&mut self, chunks: Vec<(u64, Stream, Bytes)>) -> Found {
+    async fn search(&mut self, chunks: Vec<(u64, OutputStream, Bytes)>) -> OutputMatch {
         let Some(mut search) = self.search.take() else {
-            return Found::Nothing;
+            return OutputMatch::Nothing;
         };
         if !search.searches {
             self.search = Some(search);
-            return Found::Nothing;
+            return OutputMatch::Nothing;
         }
         let (search, found) = blocking(move || {
             let found = search.feed(&chunks);
@@ -362,19 +372,19 @@ impl Waiting<'_> {
             .iter()
             .enumerate()
             .filter_map(|(index, one)| match one {
-                Compiled::Port(port) => Some((index, *port)),
+                CompiledCondition::Port(port) => Some((index, *port)),
                 _ => None,
             })
             .collect();
-        let tty = self.index(|one| matches!(one, Compiled::TtyRead));
+        let tty = self.index(|one| matches!(one, CompiledCondition::TtyRead));
         let members = process.members().await;
         // This semaphore is never closed.
         let permit = LOOKING.acquire().await;
         let (port, reader) = blocking(move || {
             let port = ports.into_iter().find_map(|(index, wanted)| {
-                look::listens(&members, wanted).map(|(pid, port)| (index, pid, port))
+                proc_inspect::listens(&members, wanted).map(|(pid, port)| (index, pid, port))
             });
-            let reader = tty.and_then(|_| look::reads_terminal(&members));
+            let reader = tty.and_then(|_| proc_inspect::reads_terminal(&members));
             (port, reader)
         })
         .await;
@@ -403,11 +413,11 @@ impl Waiting<'_> {
         None
     }
 
-    fn conditions(&self) -> &[Compiled] {
+    fn conditions(&self) -> &[CompiledCondition] {
         self.search.as_ref().map_or(&[], |search| &search.any)
     }
 
-    fn index(&self, is: impl Fn(&Compiled) -> bool) -> Option<usize> {
+    fn index(&self, is: impl Fn(&CompiledCondition) -> bool) -> Option<usize> {
         self.conditions().iter().position(is)
     }
 
@@ -434,7 +444,7 @@ impl Waiting<'_> {
 
 /// Result of a search of new output.
 #[derive(Debug, PartialEq, Eq)]
-enum Found {
+enum OutputMatch {
     Nothing,
     /// The match ends at the end of the output; more output could change it.
     Tentative(usize, Match),
@@ -443,15 +453,15 @@ enum Found {
 
 /// Latest output of each stream and the expressions to search for.
 #[derive(Debug)]
-struct Search {
-    any: Vec<Compiled>,
+struct OutputSearch {
+    any: Vec<CompiledCondition>,
     searches: bool,
-    windows: [Window; 3],
+    windows: [StreamWindow; 3],
 }
 
 /// Latest output of one stream.
 #[derive(Debug, Default)]
-struct Window {
+struct StreamWindow {
     bytes: Vec<u8>,
     /// Where the search begins; bytes before it are only context for look-behind assertions.
     start: usize,
@@ -459,10 +469,14 @@ struct Window {
     ends: Vec<(usize, u64)>,
 }
 
-const STREAMS: [Stream; 3] = [Stream::Stdout, Stream::Stderr, Stream::Pty];
+const STREAMS: [OutputStream; 3] = [
+    OutputStream::Stdout,
+    OutputStream::Stderr,
+    OutputStream::Pty,
+];
 
-impl Search {
-    fn new(any: Vec<Compiled>, searches: bool) -> Self {
+impl OutputSearch {
+    fn new(any: Vec<CompiledCondition>, searches: bool) -> Self {
         Self {
             any,
             searches,
@@ -474,7 +488,7 @@ impl Search {
     ///
     /// Of several matches, the one that ends first counts; among equals, the one of the earlier
     /// condition.
-    fn feed(&mut self, chunks: &[(u64, Stream, Bytes)]) -> Found {
+    fn feed(&mut self, chunks: &[(u64, OutputStream, Bytes)]) -> OutputMatch {
         let mut best: Option<(u64, usize, bool, Match)> = None;
         for (stream, window) in STREAMS.into_iter().zip(&mut self.windows) {
             let mut is_new = false;
@@ -489,7 +503,7 @@ impl Search {
                 continue;
             }
             for (index, one) in self.any.iter().enumerate() {
-                let Compiled::Regex(pattern) = one else {
+                let CompiledCondition::Regex(pattern) = one else {
                     continue;
                 };
                 if pattern.stream.is_some_and(|wanted| wanted != stream) {
@@ -510,14 +524,14 @@ impl Search {
             window.trim();
         }
         match best {
-            None => Found::Nothing,
-            Some((_, index, true, found)) => Found::Definite(index, found),
-            Some((_, index, false, found)) => Found::Tentative(index, found),
+            None => OutputMatch::Nothing,
+            Some((_, index, true, found)) => OutputMatch::Definite(index, found),
+            Some((_, index, false, found)) => OutputMatch::Tentative(index, found),
         }
     }
 }
 
-impl Window {
+impl StreamWindow {
     /// The first match: the sequence number of the chunk where it ends, whether it ends at the end
     /// of the data, and its text.
     fn find(&self, regex: &Regex) -> Option<(u64, bool, String)> {
@@ -553,7 +567,7 @@ mod tests {
 
     use super::*;
 
-    fn search(regexes: &[&str]) -> Search {
+    fn search(regexes: &[&str]) -> OutputSearch {
         let any: Vec<Condition> = regexes
             .iter()
             .map(|regex| Condition::Regex {
@@ -561,17 +575,17 @@ mod tests {
                 stream: None,
             })
             .collect();
-        Search::new(Conditions::compile(&any).unwrap().0, true)
+        OutputSearch::new(Conditions::compile(&any).unwrap().0, true)
     }
 
-    fn feed(search: &mut Search, seq: u64, text: &[u8]) -> Found {
-        search.feed(&[(seq, Stream::Stdout, Bytes::copy_from_slice(text))])
+    fn feed(search: &mut OutputSearch, seq: u64, text: &[u8]) -> OutputMatch {
+        search.feed(&[(seq, OutputStream::Stdout, Bytes::copy_from_slice(text))])
     }
 
     fn found(seq: u64, text: &str) -> Match {
         Match {
             seq,
-            stream: Stream::Stdout,
+            stream: OutputStream::Stdout,
             text: text.to_owned(),
         }
     }
@@ -579,51 +593,57 @@ mod tests {
     #[test]
     fn match_across_chunks_is_found() {
         let mut search = search(&["listening on [0-9]+\n"]);
-        assert_eq!(feed(&mut search, 1, b"starting\nlist"), Found::Nothing);
-        assert_eq!(feed(&mut search, 2, b"ening on 80"), Found::Nothing);
+        assert_eq!(
+            feed(&mut search, 1, b"starting\nlist"),
+            OutputMatch::Nothing
+        );
+        assert_eq!(feed(&mut search, 2, b"ening on 80"), OutputMatch::Nothing);
         let text = "listening on 8080\n";
-        let expected = Found::Tentative(0, found(3, text));
+        let expected = OutputMatch::Tentative(0, found(3, text));
         assert_eq!(feed(&mut search, 3, b"80\n"), expected);
     }
 
     #[test]
     fn match_that_can_grow_waits_for_more_output() {
         let mut search = search(&["port [0-9]+", "READY"]);
-        let grows = Found::Tentative(0, found(1, "port 80"));
+        let grows = OutputMatch::Tentative(0, found(1, "port 80"));
         assert_eq!(feed(&mut search, 1, b"port 80"), grows);
-        let grown = Found::Definite(0, found(2, "port 8080"));
+        let grown = OutputMatch::Definite(0, found(2, "port 8080"));
         assert_eq!(feed(&mut search, 2, b"80 "), grown);
-        let ready = Found::Definite(1, found(3, "READY"));
+        let ready = OutputMatch::Definite(1, found(3, "READY"));
         // The first match is still in the window; the match that ends first counts.
         assert_eq!(
             feed(&mut search, 3, b"READY"),
-            Found::Definite(0, found(2, "port 8080"))
+            OutputMatch::Definite(0, found(2, "port 8080"))
         );
         let mut other = self::search(&["READY"]);
-        let Found::Definite(_, expected) = ready else {
+        let OutputMatch::Definite(_, expected) = ready else {
             unreachable!()
         };
-        assert_eq!(feed(&mut other, 3, b"READY"), Found::Definite(0, expected));
+        assert_eq!(
+            feed(&mut other, 3, b"READY"),
+            OutputMatch::Definite(0, expected)
+        );
     }
 
     #[test]
     fn assertions_see_the_bytes_before_the_window() {
         let mut search = search(&[r"(?m)^ready", r"\bgo\b"]);
         let filler = vec![b'x'; MATCH_BYTES * 2];
-        assert_eq!(feed(&mut search, 1, &filler), Found::Nothing);
+        assert_eq!(feed(&mut search, 1, &filler), OutputMatch::Nothing);
         // Neither a line nor a word begins at the start of the window.
         assert_eq!(
             feed(&mut search, 2, b"ready go-"),
-            Found::Definite(1, found(2, "go"))
+            OutputMatch::Definite(1, found(2, "go"))
         );
         let mut search = self::search(&[r"(?m)^ready"]);
         feed(&mut search, 1, &filler);
-        assert_eq!(feed(&mut search, 2, b"ready"), Found::Nothing);
-        let expected = Found::Tentative(0, found(3, "ready"));
+        assert_eq!(feed(&mut search, 2, b"ready"), OutputMatch::Nothing);
+        let expected = OutputMatch::Tentative(0, found(3, "ready"));
         assert_eq!(feed(&mut search, 3, b"\nready"), expected);
         let mut search = self::search(&[r"\Aready"]);
         feed(&mut search, 1, &filler);
-        assert_eq!(feed(&mut search, 2, b"ready"), Found::Nothing);
+        assert_eq!(feed(&mut search, 2, b"ready"), OutputMatch::Nothing);
     }
 
     #[test]
@@ -631,18 +651,18 @@ mod tests {
         let mut search = search(&["ab"]);
         let chunk = |seq, stream, text| (seq, stream, Bytes::from_static(text));
         let mixed = [
-            chunk(1, Stream::Stdout, b"a"),
-            chunk(2, Stream::Stderr, b"b"),
+            chunk(1, OutputStream::Stdout, b"a"),
+            chunk(2, OutputStream::Stderr, b"b"),
         ];
-        assert_eq!(search.feed(&mixed), Found::Nothing);
-        let rest = [chunk(3, Stream::Stdout, b"b")];
-        assert_eq!(search.feed(&rest), Found::Definite(0, found(3, "ab")));
+        assert_eq!(search.feed(&mixed), OutputMatch::Nothing);
+        let rest = [chunk(3, OutputStream::Stdout, b"b")];
+        assert_eq!(search.feed(&rest), OutputMatch::Definite(0, found(3, "ab")));
     }
 
     #[test]
     fn invalid_utf8_is_searched() {
         let mut search = search(&[r"(?-u:\xff)\x00"]);
-        let Found::Definite(0, found) = feed(&mut search, 1, b"a\xff\0b") else {
+        let OutputMatch::Definite(0, found) = feed(&mut search, 1, b"a\xff\0b") else {
             panic!("not found")
         };
         assert_eq!(found.text, "\u{FFFD}\0");
@@ -693,7 +713,7 @@ mod tests {
             let compiled = pattern(0, regex, None).unwrap();
             let whole = compiled.regex.find(all);
             let mut search = search(&[regex]);
-            let (mut at, mut seq, mut last) = (0, 0, Found::Nothing);
+            let (mut at, mut seq, mut last) = (0, 0, OutputMatch::Nothing);
             for cut in cuts.into_iter().chain([all.len().max(1)]) {
                 let end = (at + cut).min(all.len());
                 if at == end {
@@ -702,13 +722,13 @@ mod tests {
                 seq += 1;
                 last = feed(&mut search, seq, &all[at..end]);
                 at = end;
-                if matches!(last, Found::Definite(..)) {
+                if matches!(last, OutputMatch::Definite(..)) {
                     break;
                 }
             }
             match (whole, last) {
-                (None, Found::Nothing) => {}
-                (Some(whole), Found::Definite(_, found) | Found::Tentative(_, found)) => {
+                (None, OutputMatch::Nothing) => {}
+                (Some(whole), OutputMatch::Definite(_, found) | OutputMatch::Tentative(_, found)) => {
                     let expected = String::from_utf8_lossy(&all[whole.range()]).into_owned();
                     prop_assert_eq!(found.text, expected);
                 }

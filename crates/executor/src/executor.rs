@@ -23,15 +23,15 @@ use tokio::sync::Notify;
 
 use crate::fs::{self, FsError};
 use crate::limits;
-use crate::log::{Meter, Retention};
+use crate::log::{OutputMeter, Retention};
 use crate::process::{self, Process};
-use crate::sandbox::files::{Files, Intent};
-use crate::sandbox::host::Host;
-use crate::sandbox::placeholder::{self, Keeper};
-use crate::sandbox::pool::Helpers;
-use crate::sandbox::{self, Errand, Launcher};
-use crate::spec::{Spec, StartError};
-use exec_server_sys::reap::{self, Reaped};
+use crate::sandbox::files::{FileIntent, PolicyFiles};
+use crate::sandbox::host::HostFeatures;
+use crate::sandbox::placeholder::{self, PlaceholderRetention};
+use crate::sandbox::pool::HelperPool;
+use crate::sandbox::{self, Launcher, PendingLaunch};
+use crate::spec::{ProcessSpec, StartError};
+use exec_server_sys::reap::{self, ReapedChild};
 use exec_server_sys::{child_ends, poll};
 
 /// Limits that may change while processes run.
@@ -73,11 +73,11 @@ pub struct ExecutorConfig {
 /// Starts processes. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Executor {
-    inner: Arc<Inner>,
+    inner: Arc<ExecutorShared>,
 }
 
 #[derive(Debug)]
-struct Inner {
+struct ExecutorShared {
     config: ExecutorConfig,
     /// The current limits.
     limits: RwLock<ExecutorLimits>,
@@ -86,12 +86,12 @@ struct Inner {
     /// Launches sandboxes, and knows the sandbox features of this machine.
     launcher: Launcher,
     /// Helper processes that run file operations under a policy.
-    helpers: Helpers,
+    helpers: HelperPool,
     /// Dropped last: removes the files that sandboxes left on disk.
-    _keeper: Keeper,
-    live: Arc<Live>,
+    _keeper: PlaceholderRetention,
+    live: Arc<LiveProcesses>,
     /// Counts the output retained by all logs.
-    retained: Meter,
+    retained: OutputMeter,
     /// Child processes that have a supervisor. Reaping happens under this lock, so that a pid that
     /// is reused immediately is not mistaken for its former owner.
     managed: Mutex<HashSet<Pid>>,
@@ -101,7 +101,7 @@ struct Inner {
 }
 
 #[derive(Debug, Default)]
-struct Live {
+struct LiveProcesses {
     count: AtomicUsize,
     /// Notified when the last process has ended.
     idle: Notify,
@@ -146,7 +146,7 @@ impl ChildEnds {
 
 /// Result of reaping orphans.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Orphans {
+enum OrphanReaping {
     Reaped,
     /// A supervisor is about to reap its child; orphans may be queued behind that child.
     Waiting,
@@ -154,9 +154,9 @@ enum Orphans {
 
 /// One live process in the count of live processes.
 #[derive(Debug)]
-pub(crate) struct Slot(Arc<Live>);
+pub(crate) struct ProcessSlot(Arc<LiveProcesses>);
 
-impl Drop for Slot {
+impl Drop for ProcessSlot {
     fn drop(&mut self) {
         if self.0.count.fetch_sub(1, Ordering::Relaxed) == 1 {
             self.0.idle.notify_waiters();
@@ -174,15 +174,15 @@ impl Executor {
         let null = File::options().read(true).write(true).open("/dev/null")?;
         let launcher = Launcher::new(config.launcher.as_deref());
         Ok(Self {
-            inner: Arc::new(Inner {
+            inner: Arc::new(ExecutorShared {
                 limits: RwLock::new(config.limits),
                 config,
                 null: null.into(),
                 launcher,
-                helpers: Helpers::default(),
-                _keeper: Keeper::new(),
+                helpers: HelperPool::default(),
+                _keeper: PlaceholderRetention::new(),
                 live: Arc::default(),
-                retained: Meter::default(),
+                retained: OutputMeter::default(),
                 managed: Mutex::default(),
                 starting: RwLock::default(),
             }),
@@ -220,7 +220,7 @@ impl Executor {
         self.inner.retained.evicted()
     }
 
-    pub(crate) fn meter(&self) -> Meter {
+    pub(crate) fn meter(&self) -> OutputMeter {
         self.inner.retained.clone()
     }
 
@@ -242,9 +242,9 @@ impl Executor {
     /// # Errors
     ///
     /// The error names what is missing or was refused; no process or resource is left behind.
-    pub async fn start(&self, spec: Spec) -> Result<Process, StartError> {
+    pub async fn start(&self, spec: ProcessSpec) -> Result<Process, StartError> {
         let live = &self.inner.live;
-        let slot = Slot(Arc::clone(live));
+        let slot = ProcessSlot(Arc::clone(live));
         let limit = self.limits().max_processes;
         if live.count.fetch_add(1, Ordering::Relaxed) >= limit {
             return Err(StartError::TooMany(limit));
@@ -279,7 +279,7 @@ impl Executor {
                 tokio::time::sleep(PERIOD).await;
                 // Children that end after this call are reported again.
                 ended.clear();
-                let waits = this.reap_orphans() == Orphans::Waiting;
+                let waits = this.reap_orphans() == OrphanReaping::Waiting;
                 again = limits::sweep() || waits;
             }
         });
@@ -287,15 +287,15 @@ impl Executor {
     }
 
     /// Reaps orphans that have ended.
-    fn reap_orphans(&self) -> Orphans {
+    fn reap_orphans(&self) -> OrphanReaping {
         while let Some(pid) = reap::any_ended() {
             let _alone = self.inner.starting.write();
             if self.managed().contains(&pid) {
-                return Orphans::Waiting;
+                return OrphanReaping::Waiting;
             }
             let _ = reap::try_reap(pid);
         }
-        Orphans::Reaped
+        OrphanReaping::Reaped
     }
 
     pub(crate) fn null(&self) -> BorrowedFd<'_> {
@@ -306,7 +306,7 @@ impl Executor {
         &self.inner.launcher
     }
 
-    pub(crate) fn helpers(&self) -> &Helpers {
+    pub(crate) fn helpers(&self) -> &HelperPool {
         &self.inner.helpers
     }
 
@@ -315,8 +315,12 @@ impl Executor {
     /// # Errors
     ///
     /// [`FsError::Params`] when the policy depends on a directory and does not name one.
-    pub fn files(&self, sandbox: Option<Sandbox>, intent: Intent) -> Result<Files, FsError> {
-        Files::new(self, sandbox, intent)
+    pub fn files(
+        &self,
+        sandbox: Option<Sandbox>,
+        intent: FileIntent,
+    ) -> Result<PolicyFiles, FsError> {
+        PolicyFiles::new(self, sandbox, intent)
     }
 
     /// Selects where a file request runs, according to its policy, and takes the policy out of the
@@ -325,9 +329,9 @@ impl Executor {
     /// # Errors
     ///
     /// [`FsError::Params`] when they are not allowed, as for [`Executor::files`].
-    pub fn admit(&self, request: &mut FsRequest) -> Result<Files, FsError> {
+    pub fn admit(&self, request: &mut FsRequest) -> Result<PolicyFiles, FsError> {
         fs::check(request)?;
-        let intent = Intent::of(request);
+        let intent = FileIntent::of(request);
         self.files(request.sandbox_mut().take(), intent)
     }
 
@@ -339,12 +343,12 @@ impl Executor {
     }
 
     /// Starts a file helper process.
-    pub(crate) fn launch_helper(&self, errand: &Errand) -> Result<OwnedFd, StartError> {
+    pub(crate) fn launch_helper(&self, errand: &PendingLaunch) -> Result<OwnedFd, StartError> {
         let path = self.inner.launcher.path()?;
         let null = self.null();
         // A forked launcher is identified by its pid, which must not be reaped meanwhile.
         let _shared = self.inner.starting.read();
-        let request = sandbox::Request {
+        let request = sandbox::ForkRequest {
             streams: [null; 3],
             errand,
             limits: &[],
@@ -370,7 +374,7 @@ impl Executor {
     /// # Errors
     ///
     /// When there is no launcher, or it cannot be run.
-    pub fn sandbox_host(&self) -> Result<&Host, StartError> {
+    pub fn sandbox_host(&self) -> Result<&HostFeatures, StartError> {
         let _shared = self.inner.starting.read();
         self.inner.launcher.host(&self.inner.null)
     }
@@ -387,7 +391,7 @@ impl Executor {
     }
 
     /// Reaps a supervised child process if it has ended.
-    pub(crate) fn reap(&self, pid: Pid) -> io::Result<Option<Reaped>> {
+    pub(crate) fn reap(&self, pid: Pid) -> io::Result<Option<ReapedChild>> {
         let mut managed = self.managed();
         let reaped = reap::try_reap(pid);
         if !matches!(reaped, Ok(None)) {

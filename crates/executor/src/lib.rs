@@ -13,7 +13,7 @@ mod executor;
 pub mod fs;
 pub mod limits;
 pub mod log;
-mod look;
+mod proc_inspect;
 pub mod process;
 pub mod report;
 pub mod sandbox;
@@ -23,5 +23,5 @@ mod tree;
 
 pub use executor::{Executor, ExecutorConfig, ExecutorLimits};
 pub use process::Process;
-pub use spec::{PrivateNetwork, Size, Spec, StartError, Stdio, Timeout};
+pub use spec::{PrivateNetwork, ProcessSpec, PtySize, StartError, Stdio, Timeout};
 pub use tree::descendants_of;

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use exec_server_sync::{Mutex, MutexGuard};
 
-pub use exec_server_protocol::process::Limits;
+pub use exec_server_protocol::process::ProcessLimits;
 
 /// A limit that this host cannot enforce.
 #[derive(Debug, thiserror::Error)]
@@ -28,19 +28,19 @@ pub struct LimitError {
 
 /// Steps that a child must run before it executes its program.
 #[derive(Debug, Default)]
-pub(crate) struct Applied {
+pub(crate) struct ChildLimits {
     pub(crate) rlimits: Vec<(u32, u64)>,
-    pub(crate) groups: Vec<Group>,
+    pub(crate) groups: Vec<ControlGroup>,
 }
 
 /// Control group of one process tree; removed when dropped.
 #[derive(Debug)]
-pub(crate) struct Group {
+pub(crate) struct ControlGroup {
     directory: PathBuf,
     pub(crate) procs: OwnedFd,
 }
 
-impl Drop for Group {
+impl Drop for ControlGroup {
     fn drop(&mut self) {
         // Fails while a process of the tree is alive; its limits then stay in force.
         if let Err(error) = fs::remove_dir(&self.directory) {
@@ -101,8 +101,8 @@ fn sweep_strangers(base: &Path) {
 /// Converts limits to steps of the child, and creates control groups where needed.
 ///
 /// `beside` is the number of the server's own processes that are counted with the limited ones.
-pub(crate) fn prepare(limits: &Limits, beside: u64) -> Result<Applied, LimitError> {
-    let mut applied = Applied::default();
+pub(crate) fn prepare(limits: &ProcessLimits, beside: u64) -> Result<ChildLimits, LimitError> {
+    let mut applied = ChildLimits::default();
     let each = [
         ("cpuSeconds", limits.cpu_seconds, libc::RLIMIT_CPU),
         ("openFiles", limits.open_files, libc::RLIMIT_NOFILE),
@@ -159,7 +159,7 @@ fn check_below_ours(name: &'static str, value: u64, resource: u32) -> Result<(),
 }
 
 /// Creates a control group and sets its limit; `files` are the file names in versions 2 and 1.
-fn group(controller: &str, files: [&str; 2], value: u64) -> io::Result<Group> {
+fn group(controller: &str, files: [&str; 2], value: u64) -> io::Result<ControlGroup> {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let (base, version) = base(controller)
         .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "controller is not available"))?;
@@ -180,7 +180,7 @@ fn group(controller: &str, files: [&str; 2], value: u64) -> io::Result<Group> {
             .into())
     };
     match open() {
-        Ok(procs) => Ok(Group { directory, procs }),
+        Ok(procs) => Ok(ControlGroup { directory, procs }),
         Err(error) => {
             let _ = fs::remove_dir(&directory);
             Err(error)
@@ -255,9 +255,9 @@ mod tests {
 
     #[test]
     fn zero_limit_is_rejected() {
-        let limits = Limits {
+        let limits = ProcessLimits {
             processes: Some(0),
-            ..Limits::default()
+            ..ProcessLimits::default()
         };
         assert!(
             prepare(&limits, 0)

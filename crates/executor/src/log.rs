@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use exec_server_protocol::limits;
-pub use exec_server_protocol::process::Stream;
+pub use exec_server_protocol::process::OutputStream;
 use exec_server_protocol::sandbox::Denial;
 
 use exec_server_sys::memory;
@@ -70,7 +70,7 @@ pub struct Exit {
 
 /// End of a log.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Close {
+pub struct LogEnd {
     /// A descendant still holds the output open.
     pub inherited_output: bool,
     /// Output that arrived too late to be retained, in bytes.
@@ -79,30 +79,30 @@ pub struct Close {
 
 /// Content of an entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum EntryKind {
+pub enum LogEntryKind {
     /// Output arrived.
-    Output(Stream, Bytes),
+    Output(OutputStream, Bytes),
     /// The process ended.
     Exited(Exit),
     /// No more entries follow.
-    Closed(Close),
+    Closed(LogEnd),
 }
 
 /// One entry with its sequence number.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Entry {
+pub struct LogEntry {
     /// Sequence number, from 1 without gaps.
     pub seq: u64,
     /// The content.
-    pub kind: EntryKind,
+    pub kind: LogEntryKind,
     /// Bytes of output before this entry, including evicted ones.
     before: u64,
 }
 
-impl Entry {
+impl LogEntry {
     fn len(&self) -> usize {
         match &self.kind {
-            EntryKind::Output(_, bytes) => bytes.len(),
+            LogEntryKind::Output(_, bytes) => bytes.len(),
             _ => 0,
         }
     }
@@ -110,7 +110,7 @@ impl Entry {
 
 /// Output that a reader has missed because it was evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Lost {
+pub struct MissedOutput {
     /// Entries up to this number were evicted.
     pub through_seq: u64,
     /// Number of their bytes after the reader's cursor. For a reader that is more than
@@ -120,18 +120,18 @@ pub struct Lost {
 
 /// Result of a read.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Slice {
+pub struct LogSlice {
     /// Output after the cursor, in order.
-    pub chunks: Vec<(u64, Stream, Bytes)>,
+    pub chunks: Vec<(u64, OutputStream, Bytes)>,
     /// Sequence number at which to continue.
     pub next_seq: u64,
     /// Output missing between the cursor and the first chunk.
-    pub lost: Option<Lost>,
+    pub lost: Option<MissedOutput>,
 }
 
 /// Head and tail of one stream.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Cut {
+pub struct StreamExcerpt {
     /// The head, followed by the tail.
     pub bytes: Vec<u8>,
     /// Length of the head in bytes.
@@ -142,15 +142,15 @@ pub struct Cut {
 
 /// Counter of the output that many logs retain and evict; clones share one count.
 #[derive(Debug, Clone, Default)]
-pub struct Meter(Arc<Counts>);
+pub struct OutputMeter(Arc<OutputCounts>);
 
 #[derive(Debug, Default)]
-struct Counts {
+struct OutputCounts {
     retained: AtomicU64,
     evicted: AtomicU64,
 }
 
-impl Meter {
+impl OutputMeter {
     /// Bytes retained now.
     pub fn bytes(&self) -> u64 {
         self.0.retained.load(Ordering::Relaxed)
@@ -164,12 +164,12 @@ impl Meter {
 
 /// Bytes that one log retains, as part of a shared count.
 #[derive(Debug)]
-struct Retained {
+struct RetainedBytes {
     bytes: usize,
-    meter: Meter,
+    meter: OutputMeter,
 }
 
-impl Retained {
+impl RetainedBytes {
     fn add(&mut self, bytes: usize) {
         self.bytes += bytes;
         let counts = &self.meter.0;
@@ -184,7 +184,7 @@ impl Retained {
     }
 }
 
-impl Drop for Retained {
+impl Drop for RetainedBytes {
     fn drop(&mut self) {
         let counts = &self.meter.0;
         counts
@@ -198,17 +198,17 @@ impl Drop for Retained {
 #[derive(Debug)]
 pub struct Log {
     retention: Retention,
-    entries: VecDeque<Entry>,
+    entries: VecDeque<LogEntry>,
     /// Bytes in `entries`.
-    retained: Retained,
+    retained: RetainedBytes,
     next_seq: u64,
     /// Total bytes appended.
     total: u64,
     /// Sizes of the newest evicted entries, oldest first.
     evicted: VecDeque<u32>,
     exit: Option<Exit>,
-    close: Option<Close>,
-    streams: [Ends; 3],
+    close: Option<LogEnd>,
+    streams: [HeadAndTail; 3],
     /// Bytes taken by the consumer that applies backpressure; `None`: there is no such consumer.
     held: Option<u64>,
     /// Bytes taken by each search of the output, by watcher id.
@@ -219,15 +219,15 @@ pub struct Log {
 impl Log {
     /// Creates an empty log.
     pub fn new(retention: Retention) -> Self {
-        Self::metered(retention, Meter::default())
+        Self::metered(retention, OutputMeter::default())
     }
 
     /// Creates an empty log that shares a counter with other logs.
-    pub fn metered(retention: Retention, meter: Meter) -> Self {
+    pub fn metered(retention: Retention, meter: OutputMeter) -> Self {
         Self {
             retention,
             entries: VecDeque::new(),
-            retained: Retained { bytes: 0, meter },
+            retained: RetainedBytes { bytes: 0, meter },
             next_seq: 1,
             total: 0,
             evicted: VecDeque::new(),
@@ -251,14 +251,14 @@ impl Log {
     }
 
     /// The close of the log, once it is closed.
-    pub fn close(&self) -> Option<&Close> {
+    pub fn close(&self) -> Option<&LogEnd> {
         self.close.as_ref()
     }
 
     /// Retained output, oldest first.
     pub fn retained(&self) -> impl Iterator<Item = &[u8]> {
         self.entries.iter().filter_map(|entry| match &entry.kind {
-            EntryKind::Output(_, bytes) => Some(&bytes[..]),
+            LogEntryKind::Output(_, bytes) => Some(&bytes[..]),
             _ => None,
         })
     }
@@ -274,10 +274,10 @@ impl Log {
     }
 
     /// Appends output.
-    pub fn output(&mut self, stream: Stream, bytes: Bytes) {
+    pub fn output(&mut self, stream: OutputStream, bytes: Bytes) {
         debug_assert!(self.close.is_none(), "output after close");
         self.streams[index(stream)].push(&bytes, self.retention.bytes / 2);
-        self.append(EntryKind::Output(stream, bytes));
+        self.append(LogEntryKind::Output(stream, bytes));
         self.trim();
     }
 
@@ -298,18 +298,18 @@ impl Log {
     pub fn exited(&mut self, exit: Exit) {
         debug_assert!(self.exit.is_none(), "exited twice");
         self.exit = Some(exit.clone());
-        self.append(EntryKind::Exited(exit));
+        self.append(LogEntryKind::Exited(exit));
     }
 
     /// Appends the close of the log.
-    pub fn closed(&mut self, close: Close) {
+    pub fn closed(&mut self, close: LogEnd) {
         debug_assert!(self.close.is_none(), "closed twice");
         self.close = Some(close);
-        self.append(EntryKind::Closed(close));
+        self.append(LogEntryKind::Closed(close));
     }
 
-    fn append(&mut self, kind: EntryKind) {
-        let entry = Entry {
+    fn append(&mut self, kind: LogEntryKind) {
+        let entry = LogEntry {
             seq: self.next_seq,
             kind,
             before: self.total,
@@ -338,7 +338,7 @@ impl Log {
     }
 
     /// The first retained entry after `cursor`.
-    pub fn entry_after(&self, cursor: u64) -> Option<&Entry> {
+    pub fn entry_after(&self, cursor: u64) -> Option<&LogEntry> {
         let first = self.first_seq();
         let index = cursor.saturating_add(1).saturating_sub(first);
         usize::try_from(index)
@@ -354,14 +354,14 @@ impl Log {
             .min(self.entries.len());
         // The only other entries are the exit and the close, so this examines at most three.
         let mut after = self.entries.range(from..);
-        after.any(|entry| matches!(entry.kind, EntryKind::Output(..)))
+        after.any(|entry| matches!(entry.kind, LogEntryKind::Output(..)))
     }
 
     /// Retained output after `cursor`.
     ///
     /// With `max_bytes` the slice ends before a chunk that would exceed it, but contains at least
     /// one chunk. `next_seq` is the number after the last chunk returned.
-    pub fn read(&self, cursor: u64, max_bytes: Option<usize>) -> Slice {
+    pub fn read(&self, cursor: u64, max_bytes: Option<usize>) -> LogSlice {
         let mut chunks = Vec::new();
         let mut bytes = 0;
         let from = (cursor.saturating_add(1)).saturating_sub(self.first_seq());
@@ -369,7 +369,7 @@ impl Log {
             .unwrap_or(usize::MAX)
             .min(self.entries.len());
         for entry in self.entries.range(from..) {
-            let EntryKind::Output(stream, data) = &entry.kind else {
+            let LogEntryKind::Output(stream, data) = &entry.kind else {
                 continue;
             };
             if max_bytes.is_some_and(|max| !chunks.is_empty() && bytes + data.len() > max) {
@@ -382,7 +382,7 @@ impl Log {
             (Some(_), Some((seq, ..))) => seq + 1,
             _ => self.next_seq,
         };
-        Slice {
+        LogSlice {
             chunks,
             next_seq,
             lost: self.lost_after(cursor),
@@ -390,7 +390,7 @@ impl Log {
     }
 
     /// The evicted part of the output after `cursor`.
-    pub fn lost_after(&self, cursor: u64) -> Option<Lost> {
+    pub fn lost_after(&self, cursor: u64) -> Option<MissedOutput> {
         let through_seq = self.first_seq() - 1;
         if cursor >= through_seq {
             return None;
@@ -411,11 +411,11 @@ impl Log {
             }
         };
         // Entries without bytes (the exit) are not a loss of output.
-        (bytes > 0).then_some(Lost { through_seq, bytes })
+        (bytes > 0).then_some(MissedOutput { through_seq, bytes })
     }
 
     /// Head and tail of a stream, at most `max_bytes` together.
-    pub fn cut(&self, stream: Stream, max_bytes: Option<u64>) -> Cut {
+    pub fn cut(&self, stream: OutputStream, max_bytes: Option<u64>) -> StreamExcerpt {
         let budget = max_bytes.map_or(usize::MAX, |max| usize::try_from(max).unwrap_or(usize::MAX));
         self.streams[index(stream)].cut(budget.min(self.retention.bytes))
     }
@@ -486,17 +486,17 @@ impl Log {
     }
 }
 
-fn index(stream: Stream) -> usize {
+fn index(stream: OutputStream) -> usize {
     match stream {
-        Stream::Stdout => 0,
-        Stream::Stderr => 1,
-        Stream::Pty => 2,
+        OutputStream::Stdout => 0,
+        OutputStream::Stderr => 1,
+        OutputStream::Pty => 2,
     }
 }
 
 /// Head and tail of one stream.
 #[derive(Debug, Default)]
-struct Ends {
+struct HeadAndTail {
     /// The first bytes, up to half the budget.
     head: Vec<Bytes>,
     head_bytes: usize,
@@ -506,7 +506,7 @@ struct Ends {
     total: u64,
 }
 
-impl Ends {
+impl HeadAndTail {
     fn push(&mut self, bytes: &Bytes, half: usize) {
         self.total += bytes.len() as u64;
         let mut rest = bytes.clone();
@@ -535,7 +535,7 @@ impl Ends {
         }
     }
 
-    fn cut(&self, budget: usize) -> Cut {
+    fn cut(&self, budget: usize) -> StreamExcerpt {
         let kept = self.head_bytes + self.tail_bytes;
         if self.total == kept as u64 && kept <= budget {
             let bytes = self
@@ -545,7 +545,7 @@ impl Ends {
                 .flatten()
                 .copied()
                 .collect();
-            return Cut {
+            return StreamExcerpt {
                 bytes,
                 head: kept as u64,
                 omitted: 0,
@@ -559,7 +559,7 @@ impl Ends {
         let all = self.head.iter().chain(&self.tail).flatten().copied();
         bytes.extend(all.skip(kept - tail_len));
         let omitted = self.total - bytes.len() as u64;
-        Cut {
+        StreamExcerpt {
             bytes,
             head: head_len as u64,
             omitted,
@@ -583,21 +583,21 @@ mod tests {
         denials: None,
     };
 
-    fn stream(n: u8) -> Stream {
+    fn stream(n: u8) -> OutputStream {
         if n.is_multiple_of(2) {
-            Stream::Stdout
+            OutputStream::Stdout
         } else {
-            Stream::Stderr
+            OutputStream::Stderr
         }
     }
 
     /// All output ever appended, without eviction.
     #[derive(Default)]
-    struct Model {
-        entries: Vec<Option<(Stream, Vec<u8>)>>,
+    struct LogModel {
+        entries: Vec<Option<(OutputStream, Vec<u8>)>>,
     }
 
-    impl Model {
+    impl LogModel {
         /// The smallest number such that it and everything after fits the budget.
         fn first_retained(&self, retention: Retention) -> usize {
             let (mut bytes, mut first) = (0, self.entries.len());
@@ -611,7 +611,7 @@ mod tests {
             first
         }
 
-        fn all(&self, wanted: Stream) -> Vec<u8> {
+        fn all(&self, wanted: OutputStream) -> Vec<u8> {
             let of_stream = self
                 .entries
                 .iter()
@@ -630,7 +630,7 @@ mod tests {
         ) {
             let retention = Retention { bytes: budget, chunks };
             let mut log = Log::new(retention);
-            let mut model = Model::default();
+            let mut model = LogModel::default();
             // Eviction runs when output is appended, so an exit may exceed the limit by one.
             let mut first = 0;
             for (n, (which, size)) in writes.iter().enumerate() {
@@ -672,10 +672,10 @@ mod tests {
                 .filter(|(at, _)| *at < first && *at as u64 + 1 > cursor)
                 .map(|(_, entry)| entry.as_ref().map_or(0, |(_, d)| d.len())).sum();
             let lost = (missing > 0)
-                .then_some(Lost { through_seq: first as u64, bytes: missing as u64 });
+                .then_some(MissedOutput { through_seq: first as u64, bytes: missing as u64 });
             prop_assert_eq!(slice.lost, lost);
 
-            for wanted in [Stream::Stdout, Stream::Stderr] {
+            for wanted in [OutputStream::Stdout, OutputStream::Stderr] {
                 let all = model.all(wanted);
                 let cut = log.cut(wanted, max.map(|max| max as u64));
                 let room = max.unwrap_or(usize::MAX).min(budget);
@@ -702,7 +702,7 @@ mod tests {
             let (mut cursor, mut seen, mut written) = (0, 0, 0);
             for (write, size) in steps {
                 if write && log.has_room() {
-                    log.output(Stream::Stdout, vec![0; size].into());
+                    log.output(OutputStream::Stdout, vec![0; size].into());
                     written += size;
                 } else if let Some(entry) = log.entry_after(cursor) {
                     prop_assert_eq!(entry.seq, cursor + 1);
@@ -725,15 +725,15 @@ mod tests {
             bytes: 100,
             chunks: 10,
         });
-        log.output(Stream::Pty, vec![0; 90].into());
+        log.output(OutputStream::Pty, vec![0; 90].into());
         assert!(log.has_room(), "nobody holds it back");
         log.hold(1);
         assert!(log.has_room(), "the consumer begins after what is there");
-        log.output(Stream::Pty, vec![0; 50].into());
+        log.output(OutputStream::Pty, vec![0; 50].into());
         assert!(!log.has_room());
         log.advance(2);
         assert!(log.has_room());
-        log.output(Stream::Pty, vec![0; 50].into());
+        log.output(OutputStream::Pty, vec![0; 50].into());
         log.release();
         assert!(log.has_room());
     }
@@ -744,11 +744,11 @@ mod tests {
             bytes: 10,
             chunks: 10,
         };
-        let meter = Meter::default();
+        let meter = OutputMeter::default();
         let mut logs = [(); 2].map(|()| Log::metered(retention, meter.clone()));
         for log in &mut logs {
             for _ in 0..3 {
-                log.output(Stream::Stdout, Bytes::from_static(b"12345"));
+                log.output(OutputStream::Stdout, Bytes::from_static(b"12345"));
             }
         }
         assert_eq!((meter.bytes(), meter.evicted()), (20, 10));
@@ -763,7 +763,7 @@ mod tests {
             chunks: 10,
         });
         for _ in 0..EVICTED_INDEX + 100 {
-            log.output(Stream::Stdout, vec![0; 1].into());
+            log.output(OutputStream::Stdout, vec![0; 1].into());
         }
         let evicted = log.evicted_bytes();
         assert_eq!(log.lost_after(0).unwrap().bytes, evicted);

@@ -2,11 +2,11 @@
 //! close notifications.
 
 use exec_server_protocol::process::{
-    ClosedParams, Evicted, ExitedParams, PerStream, ReadChunk, ReadResult, SnapshotResult, Usage,
-    WaitResult,
+    ClosedParams, Evicted, ExitedParams, PerStream, ProcessUsage, ReadChunk, ReadResult,
+    SnapshotResult, WaitResult,
 };
 
-use crate::log::{Close, Exit, Log, Stream};
+use crate::log::{Exit, Log, LogEnd, OutputStream};
 use crate::signal;
 
 /// Whether a read after `after` would return new data.
@@ -61,8 +61,12 @@ pub fn wait(log: &Log, wait_timed_out: bool) -> WaitResult {
 
 /// Head and tail of each stream.
 pub fn snapshot(log: &Log, max_bytes: Option<u64>) -> SnapshotResult {
-    let [stdout, stderr, terminal] =
-        [Stream::Stdout, Stream::Stderr, Stream::Pty].map(|stream| log.cut(stream, max_bytes));
+    let [stdout, stderr, terminal] = [
+        OutputStream::Stdout,
+        OutputStream::Stderr,
+        OutputStream::Pty,
+    ]
+    .map(|stream| log.cut(stream, max_bytes));
     let omitted_bytes = PerStream {
         stdout: stdout.omitted,
         stderr: stderr.omitted,
@@ -94,7 +98,7 @@ pub fn exited(process_id: &str, seq: u64, exit: &Exit) -> ExitedParams {
         denials: exit.denials.clone().filter(|denials| !denials.is_empty()),
         signal: exit.signal.map(signal::name),
         timed_out: exit.timed_out,
-        usage: Some(Usage {
+        usage: Some(ProcessUsage {
             user_ms: exit.user_micros / 1000,
             system_ms: exit.system_micros / 1000,
             max_rss_bytes: exit.max_rss_bytes,
@@ -103,7 +107,7 @@ pub fn exited(process_id: &str, seq: u64, exit: &Exit) -> ExitedParams {
 }
 
 /// The close of a log.
-pub fn closed(process_id: &str, seq: u64, close: &Close) -> ClosedParams {
+pub fn closed(process_id: &str, seq: u64, close: &LogEnd) -> ClosedParams {
     ClosedParams {
         process_id: process_id.to_owned(),
         seq,

@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use exec_server_protocol::sandbox::Sandbox;
 
-use crate::limits::{LimitError, Limits};
+use crate::limits::{LimitError, ProcessLimits};
 use crate::log::Retention;
 
 /// A process to start.
 #[derive(Debug, Clone, Default)]
-pub struct Spec {
+pub struct ProcessSpec {
     /// Program and arguments.
     pub argv: Vec<String>,
     /// Working directory.
@@ -28,7 +28,7 @@ pub struct Spec {
     /// Wall-clock limit.
     pub timeout: Option<Timeout>,
     /// Resource limits.
-    pub limits: Limits,
+    pub limits: ProcessLimits,
     /// Output retention; the executor's default if absent.
     pub retention: Option<Retention>,
     /// Sandbox policy.
@@ -58,7 +58,7 @@ pub enum Stdio {
         stdin: bool,
     },
     /// One terminal for all streams.
-    Terminal(Size),
+    Terminal(PtySize),
 }
 
 impl Default for Stdio {
@@ -69,14 +69,14 @@ impl Default for Stdio {
 
 /// Size of a terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Size {
+pub struct PtySize {
     /// Number of lines.
     pub rows: u16,
     /// Characters per line.
     pub cols: u16,
 }
 
-impl Default for Size {
+impl Default for PtySize {
     fn default() -> Self {
         Self { rows: 24, cols: 80 }
     }
@@ -139,9 +139,9 @@ pub enum StartError {
     TooMany(usize),
 }
 
-/// A [`Spec`] converted to the kernel's representation.
+/// A [`ProcessSpec`] converted to the kernel's representation.
 #[derive(Debug)]
-pub(crate) struct Prepared {
+pub(crate) struct PreparedSpec {
     /// Paths to execute, in order, until one exists.
     pub(crate) candidates: Vec<CString>,
     pub(crate) argv: Vec<CString>,
@@ -149,8 +149,8 @@ pub(crate) struct Prepared {
     pub(crate) cwd: CString,
 }
 
-impl Prepared {
-    pub(crate) fn new(spec: &Spec) -> Result<Self, StartError> {
+impl PreparedSpec {
+    pub(crate) fn new(spec: &ProcessSpec) -> Result<Self, StartError> {
         let text = |what: &dyn Fn() -> String, bytes: Vec<u8>| {
             CString::new(bytes).map_err(|_| StartError::Nul(what()))
         };
@@ -214,16 +214,16 @@ mod tests {
 
     #[test]
     fn nul_byte_error_names_the_field() {
-        let spec = |argv: &[&str], env: &[(&str, &str)]| Spec {
+        let spec = |argv: &[&str], env: &[(&str, &str)]| ProcessSpec {
             argv: argv.iter().map(|&a| a.to_owned()).collect(),
             env: env
                 .iter()
                 .map(|&(k, v)| (k.to_owned(), v.to_owned()))
                 .collect(),
             cwd: "/".into(),
-            ..Spec::default()
+            ..ProcessSpec::default()
         };
-        let error = |spec: Spec| Prepared::new(&spec).unwrap_err().to_string();
+        let error = |spec: ProcessSpec| PreparedSpec::new(&spec).unwrap_err().to_string();
         assert_eq!(error(spec(&["a", "b\0"], &[])), "nul byte found in argv[1]");
         assert_eq!(
             error(spec(&["a"], &[("K", "\0")])),
@@ -231,7 +231,7 @@ mod tests {
         );
         assert_eq!(error(spec(&[], &[])), "argv must not be empty");
         assert!(matches!(
-            Prepared::new(&spec(&[""], &[])),
+            PreparedSpec::new(&spec(&[""], &[])),
             Err(StartError::EmptyProgram)
         ));
     }

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use exec_server_sync::Mutex;
 use rustix::process::{Pid, Signal};
 
-use self::inspector::{Next, inspect};
-use self::table::{Stat, Table, all_pids};
+use self::inspector::{TaskProgress, inspect};
+use self::table::{ProcessTable, Stat, all_pids};
 use exec_server_sys::{probe, rlimit};
 
 /// The resource limit that carries the tag: CPU time of real-time threads. Values around 2^60
@@ -35,12 +35,12 @@ static ADOPTS_ORPHANS: AtomicBool = AtomicBool::new(false);
 
 /// Tag of one process and all its descendants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Tag(pub(crate) u64);
+pub(crate) struct TreeTag(pub(crate) u64);
 
 /// Number of tags assigned, besides the server's.
 static GIVEN_OUT: AtomicU64 = AtomicU64::new(0);
 
-impl Tag {
+impl TreeTag {
     /// Returns an unused tag.
     pub(crate) fn fresh() -> Self {
         Self(Self::of_server().0 - 1 - GIVEN_OUT.fetch_add(1, Ordering::Relaxed))
@@ -72,10 +72,10 @@ impl Tag {
 
 /// Processes that this program has started, by pid.
 #[derive(Debug, Default)]
-struct Leaders(BTreeMap<i32, (Tag, Run)>);
+struct Leaders(BTreeMap<i32, (TreeTag, LeaderState)>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Run {
+enum LeaderState {
     /// Not reaped yet: the pid cannot be reused.
     Running,
     /// Reaped. Its session may still exist, and then no other process has its number.
@@ -83,22 +83,22 @@ enum Run {
 }
 
 impl Leaders {
-    fn add(&mut self, pid: Pid, tag: Tag) {
+    fn add(&mut self, pid: Pid, tag: TreeTag) {
         self.0
-            .insert(pid.as_raw_nonzero().get(), (tag, Run::Running));
+            .insert(pid.as_raw_nonzero().get(), (tag, LeaderState::Running));
     }
 
-    fn running(&self, pid: i32) -> Option<Tag> {
+    fn running(&self, pid: i32) -> Option<TreeTag> {
         let (tag, run) = *self.0.get(&pid)?;
-        (run == Run::Running).then_some(tag)
+        (run == LeaderState::Running).then_some(tag)
     }
 
     /// Tag of the process that leads or led this session, even if the process has ended.
-    fn started(&self, session: i32) -> Option<Tag> {
+    fn started(&self, session: i32) -> Option<TreeTag> {
         self.0.get(&session).map(|(tag, _)| *tag)
     }
 
-    fn tags(&self) -> HashSet<Tag> {
+    fn tags(&self) -> HashSet<TreeTag> {
         self.0.values().map(|(tag, _)| *tag).collect()
     }
 }
@@ -109,14 +109,14 @@ static LEADERS: Mutex<Leaders> = Mutex::new(Leaders(BTreeMap::new()));
 #[derive(Debug)]
 pub(crate) struct Leader {
     pid: Pid,
-    pub(crate) tag: Tag,
+    pub(crate) tag: TreeTag,
     /// Earliest start time of its tree, in clock ticks since boot.
     since: u64,
 }
 
 impl Leader {
     /// Registers a process that was started at `since` or later.
-    pub(crate) fn new(pid: Pid, tag: Tag, since: u64) -> Self {
+    pub(crate) fn new(pid: Pid, tag: TreeTag, since: u64) -> Self {
         inspector::start();
         LEADERS.lock().add(pid, tag);
         Self { pid, tag, since }
@@ -127,7 +127,7 @@ impl Leader {
         if let Some((tag, run)) = LEADERS.lock().0.get_mut(&self.pid.as_raw_nonzero().get())
             && *tag == self.tag
         {
-            *run = Run::Ended;
+            *run = LeaderState::Ended;
         }
     }
 }
@@ -167,7 +167,7 @@ pub(crate) fn adopt_orphans() -> rustix::io::Result<()> {
 }
 
 /// Whether this process has the tag.
-pub(crate) fn is_member(pid: Pid, tag: Tag) -> bool {
+pub(crate) fn is_member(pid: Pid, tag: TreeTag) -> bool {
     rlimit::hard(Some(pid), TAG_RESOURCE).is_ok_and(|limit| limit == tag.0)
 }
 
@@ -198,7 +198,7 @@ pub fn descendants_of(ancestor: Pid) -> Vec<Pid> {
 /// The trees of a request.
 #[derive(Debug, Clone)]
 pub(crate) struct Trees {
-    tags: HashSet<Tag>,
+    tags: HashSet<TreeTag>,
     /// Orphans that were started earlier cannot belong to these trees, in clock ticks since boot.
     since: u64,
 }
@@ -226,7 +226,7 @@ impl Trees {
     pub(crate) async fn members(self) -> Vec<Pid> {
         inspect(move |table, answer| {
             answer(table.living(&self.tags));
-            Next::Done
+            TaskProgress::Done
         })
         .await
     }
@@ -236,43 +236,43 @@ impl Trees {
         inspect(move |table, answer| {
             send(table, &self.tags, signal, &[]);
             answer(());
-            Next::Done
+            TaskProgress::Done
         })
         .await;
     }
 
     /// Terminates every process; returns the processes that are left.
-    pub(crate) async fn end(self, how: Ending) -> Left {
-        let mut progress = Progress::new(self, how);
+    pub(crate) async fn end(self, how: TreeTermination) -> RemainingProcesses {
+        let mut progress = TerminationProgress::new(self, how);
         inspect(move |table, answer| progress.step(table, answer)).await
     }
 
     /// Same as [`Trees::end`], without waiting.
-    pub(crate) fn begin_to_end(self, how: Ending) {
-        let mut progress = Progress::new(self, how);
+    pub(crate) fn begin_to_end(self, how: TreeTermination) {
+        let mut progress = TerminationProgress::new(self, how);
         inspector::submit(move |table| progress.step(table, &mut |_| {}));
     }
 }
 
 /// A process group that this program started, and how to signal it while it exists.
-pub(crate) struct Group {
+pub(crate) struct ProcessGroup {
     pub(crate) id: Pid,
     pub(crate) signal: Box<dyn Fn(Signal) + Send>,
 }
 
 /// Method of terminating trees.
-pub(crate) struct Ending {
+pub(crate) struct TreeTermination {
     /// If set, SIGTERM is sent first, and SIGKILL after this time.
     pub(crate) grace: Option<Duration>,
     /// How long to wait after the first SIGKILL.
     pub(crate) patience: Duration,
     /// The process groups of the trees' leaders.
-    pub(crate) groups: Vec<Group>,
+    pub(crate) groups: Vec<ProcessGroup>,
 }
 
 /// Processes that could not be terminated.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Left {
+pub(crate) struct RemainingProcesses {
     /// Processes of the trees.
     pub(crate) members: Vec<Pid>,
     /// Orphaned descendants of this program that may belong to these trees or to others; nothing
@@ -285,7 +285,7 @@ pub(crate) struct Left {
 ///           └──── none left ────────────┘
 /// ```
 #[derive(Debug, Clone, Copy)]
-enum Phase {
+enum TerminationPhase {
     Ask,
     Grace {
         until: Instant,
@@ -298,10 +298,10 @@ enum Phase {
 }
 
 /// State of the termination of trees.
-struct Progress {
+struct TerminationProgress {
     trees: Trees,
-    how: Ending,
-    phase: Phase,
+    how: TreeTermination,
+    phase: TerminationPhase,
     /// Stopped processes, with their start times.
     stopped: HashSet<(i32, u64)>,
     rounds: usize,
@@ -311,13 +311,13 @@ struct Progress {
     was_empty: bool,
 }
 
-impl Progress {
-    fn new(trees: Trees, how: Ending) -> Self {
+impl TerminationProgress {
+    fn new(trees: Trees, how: TreeTermination) -> Self {
         Self {
             trees,
             phase: match how.grace {
-                Some(_) => Phase::Ask,
-                None => Phase::Stop,
+                Some(_) => TerminationPhase::Ask,
+                None => TerminationPhase::Stop,
             },
             how,
             stopped: HashSet::new(),
@@ -328,38 +328,42 @@ impl Progress {
         }
     }
 
-    fn step(&mut self, table: &mut Table, answer: &mut dyn FnMut(Left)) -> Next {
+    fn step(
+        &mut self,
+        table: &mut ProcessTable,
+        answer: &mut dyn FnMut(RemainingProcesses),
+    ) -> TaskProgress {
         /// Each round stops at least every process that existed when it began. A tree that still
         /// grows after 64 rounds contains a process that may not be signalled.
         const ROUNDS: usize = 64;
         let tags = &self.trees.tags;
         match self.phase {
-            Phase::Ask => {
+            TerminationPhase::Ask => {
                 let grace = self.how.grace.unwrap_or_default();
                 for group in &self.how.groups {
                     (group.signal)(Signal::TERM);
                 }
                 send(table, tags, Signal::TERM, &self.how.groups);
                 let until = Instant::now() + grace;
-                self.phase = Phase::Grace { until };
+                self.phase = TerminationPhase::Grace { until };
                 self.again()
             }
-            Phase::Grace { until } => {
+            TerminationPhase::Grace { until } => {
                 if self.living_or_done(table, answer).is_none() {
-                    return Next::Done;
+                    return TaskProgress::Done;
                 }
                 let left = until.saturating_duration_since(Instant::now());
                 if left.is_zero() {
-                    self.phase = Phase::Stop;
+                    self.phase = TerminationPhase::Stop;
                     self.pause = PAUSES.0;
-                    return Next::Again(Duration::ZERO);
+                    return TaskProgress::Again(Duration::ZERO);
                 }
-                let Next::Again(pause) = self.again() else {
-                    return Next::Done;
+                let TaskProgress::Again(pause) = self.again() else {
+                    return TaskProgress::Done;
                 };
-                Next::Again(pause.min(left))
+                TaskProgress::Again(pause.min(left))
             }
-            Phase::Stop => {
+            TerminationPhase::Stop => {
                 let mut found = false;
                 for process in table.processes(tags) {
                     if self.stopped.insert(process) {
@@ -368,7 +372,7 @@ impl Progress {
                 }
                 self.rounds += 1;
                 if found && self.rounds < ROUNDS {
-                    return Next::Again(Duration::ZERO);
+                    return TaskProgress::Again(Duration::ZERO);
                 }
                 for group in &self.how.groups {
                     (group.signal)(Signal::KILL);
@@ -377,7 +381,7 @@ impl Progress {
                 for &(pid, _) in &killed {
                     kill(pid, Signal::KILL);
                 }
-                self.phase = Phase::Kill;
+                self.phase = TerminationPhase::Kill;
                 let patience = self.how.patience;
                 self.deadline
                     .get_or_insert_with(|| Instant::now() + patience);
@@ -386,20 +390,20 @@ impl Progress {
                 }
                 self.again()
             }
-            Phase::Kill => {
+            TerminationPhase::Kill => {
                 let Some(members) = self.living_or_done(table, answer) else {
-                    return Next::Done;
+                    return TaskProgress::Done;
                 };
                 if self
                     .deadline
                     .is_none_or(|deadline| Instant::now() >= deadline)
                 {
                     let strays = table.strays(self.trees.since);
-                    answer(Left {
+                    answer(RemainingProcesses {
                         members,
                         strays: strays.into_iter().map(|(pid, _)| pid).collect(),
                     });
-                    return Next::Done;
+                    return TaskProgress::Done;
                 }
                 let processes = table.processes(&self.trees.tags);
                 if processes
@@ -407,7 +411,7 @@ impl Progress {
                     .any(|process| !self.stopped.contains(process))
                 {
                     // It was started before its parent was stopped.
-                    self.phase = Phase::Stop;
+                    self.phase = TerminationPhase::Stop;
                     return self.step(table, answer);
                 }
                 self.again()
@@ -419,28 +423,28 @@ impl Progress {
     /// none.
     fn living_or_done(
         &mut self,
-        table: &mut Table,
-        answer: &mut dyn FnMut(Left),
+        table: &mut ProcessTable,
+        answer: &mut dyn FnMut(RemainingProcesses),
     ) -> Option<Vec<Pid>> {
         let living = table.living(&self.trees.tags);
         let Some(strays) = self.none_left(&living, table) else {
             return Some(living);
         };
         let members = Vec::new();
-        answer(Left { members, strays });
+        answer(RemainingProcesses { members, strays });
         None
     }
 
     /// Checks again, after a slightly longer pause than last time.
-    fn again(&mut self) -> Next {
+    fn again(&mut self) -> TaskProgress {
         let pause = self.pause;
         self.pause = (self.pause * 2).min(PAUSES.1);
-        Next::Again(pause)
+        TaskProgress::Again(pause)
     }
 
     /// Returns the strays that may belong to the trees, if it is certain that none of the trees'
     /// processes is left.
-    fn none_left(&mut self, living: &[Pid], table: &Table) -> Option<Vec<Pid>> {
+    fn none_left(&mut self, living: &[Pid], table: &ProcessTable) -> Option<Vec<Pid>> {
         if !living.is_empty() {
             self.was_empty = false;
             return None;
@@ -465,7 +469,12 @@ impl Progress {
 }
 
 /// Sends a signal to every process of the trees that is not in these groups.
-fn send(table: &mut Table, tags: &HashSet<Tag>, signal: Signal, outside: &[Group]) {
+fn send(
+    table: &mut ProcessTable,
+    tags: &HashSet<TreeTag>,
+    signal: Signal,
+    outside: &[ProcessGroup],
+) {
     for pid in table.living(tags) {
         let group = rustix::process::getpgid(Some(pid));
         if !outside.iter().any(|outside| Ok(outside.id) == group) {
@@ -501,19 +510,19 @@ mod tests {
 
     #[test]
     fn tags_are_unique_and_limit_nothing() {
-        let (one, other) = (Tag::fresh(), Tag::fresh());
+        let (one, other) = (TreeTag::fresh(), TreeTag::fresh());
         assert_ne!(one, other);
         assert!(one.0 > 1 << 59, "{one:?}");
-        assert!(one.0 < Tag::of_server().0, "a limit only goes down");
-        assert!(one.is_given_out() && Tag::of_server().is_given_out());
-        assert!(!Tag(one.0 - 1000).is_given_out());
+        assert!(one.0 < TreeTag::of_server().0, "a limit only goes down");
+        assert!(one.is_given_out() && TreeTag::of_server().is_given_out());
+        assert!(!TreeTag(one.0 - 1000).is_given_out());
     }
 
     #[test]
     fn leader_pid_is_valid_until_reaped() {
         let pid = rustix::process::getpid();
         let number = pid.as_raw_nonzero().get();
-        let (first, second) = (Tag::fresh(), Tag::fresh());
+        let (first, second) = (TreeTag::fresh(), TreeTag::fresh());
         let leader = Leader::new(pid, first, 0);
         assert_eq!(LEADERS.lock().running(number), Some(first));
         leader.ended();

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use exec_server_executor::{Executor, ExecutorConfig, Size, Spec, Stdio};
+use exec_server_executor::{Executor, ExecutorConfig, ProcessSpec, PtySize, Stdio};
 
 #[tokio::test]
 async fn three_hundred_processes_leak_no_descriptor_or_zombie() {
@@ -18,7 +18,7 @@ async fn three_hundred_processes_leak_no_descriptor_or_zombie() {
         let stdio = match n % 3 {
             0 => Stdio::Pipes { stdin: false },
             1 => Stdio::Pipes { stdin: true },
-            _ => Stdio::Terminal(Size::default()),
+            _ => Stdio::Terminal(PtySize::default()),
         };
         let process = executor.start(echo(stdio)).await.unwrap();
         process.wait_for(|log| log.close().copied()).await;
@@ -50,12 +50,12 @@ async fn three_hundred_processes_leak_no_descriptor_or_zombie() {
     assert_eq!(executor.live(), 0);
 }
 
-fn echo(stdio: Stdio) -> Spec {
-    Spec {
+fn echo(stdio: Stdio) -> ProcessSpec {
+    ProcessSpec {
         argv: ["/bin/sh", "-c", "echo x"].map(str::to_owned).to_vec(),
         cwd: "/".into(),
         env: BTreeMap::new(),
         stdio,
-        ..Spec::default()
+        ..ProcessSpec::default()
     }
 }

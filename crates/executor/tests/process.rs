@@ -6,11 +6,14 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bytes::Bytes;
-use exec_server_executor::limits::Limits;
-use exec_server_executor::log::{Exit, Stream};
-use exec_server_executor::process::{End, Scope, Written, table_reads};
+use exec_server_executor::limits::ProcessLimits;
+use exec_server_executor::log::{Exit, OutputStream};
+use exec_server_executor::process::{
+    InputWriteResult, SignalRecipients, TerminationMethod, table_reads,
+};
 use exec_server_executor::{
-    Executor, ExecutorConfig, ExecutorLimits, Process, Size, Spec, StartError, Stdio, Timeout,
+    Executor, ExecutorConfig, ExecutorLimits, Process, ProcessSpec, PtySize, StartError, Stdio,
+    Timeout,
 };
 
 fn executor() -> Executor {
@@ -24,22 +27,22 @@ fn executor() -> Executor {
     Executor::new(config).unwrap()
 }
 
-fn spec(argv: &[&str]) -> Spec {
-    Spec {
+fn spec(argv: &[&str]) -> ProcessSpec {
+    ProcessSpec {
         argv: argv.iter().map(|&arg| arg.to_owned()).collect(),
         cwd: "/".into(),
         env: BTreeMap::from([("PATH".to_owned(), "/usr/bin:/bin".to_owned())]),
-        ..Spec::default()
+        ..ProcessSpec::default()
     }
 }
 
-fn sh(script: &str) -> Spec {
+fn sh(script: &str) -> ProcessSpec {
     spec(&["/bin/sh", "-c", script])
 }
 
-fn terminal(spec: Spec) -> Spec {
-    Spec {
-        stdio: Stdio::Terminal(Size {
+fn terminal(spec: ProcessSpec) -> ProcessSpec {
+    ProcessSpec {
+        stdio: Stdio::Terminal(PtySize {
             rows: 33,
             cols: 111,
         }),
@@ -47,8 +50,8 @@ fn terminal(spec: Spec) -> Spec {
     }
 }
 
-fn piped(spec: Spec) -> Spec {
-    Spec {
+fn piped(spec: ProcessSpec) -> ProcessSpec {
+    ProcessSpec {
         stdio: Stdio::Pipes { stdin: true },
         ..spec
     }
@@ -61,7 +64,7 @@ async fn closed(process: &Process) -> Exit {
         .expect("the process should close")
 }
 
-fn text(process: &Process, stream: Stream) -> String {
+fn text(process: &Process, stream: OutputStream) -> String {
     let chunks = process.with_log(|log| log.read(0, None)).chunks;
     let bytes: Vec<u8> = chunks
         .iter()
@@ -71,7 +74,7 @@ fn text(process: &Process, stream: Stream) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-async fn until_output(process: &Process, stream: Stream, wanted: &str) {
+async fn until_output(process: &Process, stream: OutputStream, wanted: &str) {
     let found = process.wait_for(|log| {
         let bytes: Vec<u8> = log
             .read(0, None)
@@ -114,8 +117,8 @@ async fn output_streams_and_exit_status_are_reported() {
         .unwrap();
     let exit = closed(&process).await;
     assert_eq!((exit.code, exit.signal), (7, None));
-    assert_eq!(text(&process, Stream::Stdout), "out\n");
-    assert_eq!(text(&process, Stream::Stderr), "err\n");
+    assert_eq!(text(&process, OutputStream::Stdout), "out\n");
+    assert_eq!(text(&process, OutputStream::Stderr), "err\n");
     for (script, code, signal) in [("kill -9 $$", 137, Some(9)), ("kill -15 $$", 143, Some(15))] {
         for spec in [sh(script), terminal(sh(script))] {
             let exit = closed(&executor.start(spec).await.unwrap()).await;
@@ -132,7 +135,7 @@ async fn start_errors_name_what_is_missing() {
         let executor = executor.clone();
         async move { executor.start(spec).await.unwrap_err().to_string() }
     };
-    for wrap in [(|spec| spec) as fn(Spec) -> Spec, terminal] {
+    for wrap in [(|spec| spec) as fn(ProcessSpec) -> ProcessSpec, terminal] {
         let missing = error(wrap(spec(&["/no/such"]))).await;
         assert_eq!(
             missing,
@@ -140,7 +143,7 @@ async fn start_errors_name_what_is_missing() {
         );
         let not_found = error(wrap(spec(&["no-such-program"]))).await;
         assert!(not_found.contains("`no-such-program`"), "{not_found}");
-        let cwd = error(wrap(Spec {
+        let cwd = error(wrap(ProcessSpec {
             cwd: "/no/dir".into(),
             ..spec(&["true"])
         }))
@@ -168,7 +171,7 @@ async fn process_receives_a_megabyte_of_arguments() {
     argv.extend(std::iter::repeat_n(argument.as_str(), 10));
     let process = executor().start(spec(&argv)).await.unwrap();
     assert_eq!(closed(&process).await.code, 0);
-    assert_eq!(text(&process, Stream::Stdout).trim(), "1000009");
+    assert_eq!(text(&process, OutputStream::Stdout).trim(), "1000009");
 }
 
 #[tokio::test]
@@ -176,45 +179,45 @@ async fn terminal_is_controlling_and_resizable() {
     let script = "tty; stty size; trap 'stty size; echo winch' WINCH; echo ready; \
                   while :; do sleep 0.05; done";
     let process = executor().start(terminal(sh(script))).await.unwrap();
-    until_output(&process, Stream::Pty, "ready").await;
-    let before = text(&process, Stream::Pty);
+    until_output(&process, OutputStream::Pty, "ready").await;
+    let before = text(&process, OutputStream::Pty);
     assert!(
         before.starts_with("/dev/pts/") && before.contains("33 111"),
         "{before:?}"
     );
     process
-        .resize(Size {
+        .resize(PtySize {
             rows: 50,
             cols: 200,
         })
         .unwrap();
-    until_output(&process, Stream::Pty, "50 200\r\nwinch").await;
+    until_output(&process, OutputStream::Pty, "50 200\r\nwinch").await;
     assert_eq!(
         process.try_write(Bytes::from_static(b"\x03")),
-        Ok(Written::Accepted)
+        Ok(InputWriteResult::Accepted)
     );
     assert_eq!(
         closed(&process).await.signal,
         Some(2),
         "^C reaches the foreground job"
     );
-    assert!(process.resize(Size::default()).is_err());
+    assert!(process.resize(PtySize::default()).is_err());
 }
 
 #[tokio::test]
 async fn arg0_changes_argv0_and_not_the_program() {
-    for wrap in [(|spec| spec) as fn(Spec) -> Spec, terminal] {
+    for wrap in [(|spec| spec) as fn(ProcessSpec) -> ProcessSpec, terminal] {
         let named = sh("tr '\\0' ' ' < /proc/$$/cmdline | cut -d' ' -f1; readlink /proc/$$/exe");
-        let named = Spec {
+        let named = ProcessSpec {
             arg0: Some("zeroth".to_owned()),
             ..named
         };
         let process = executor().start(wrap(named)).await.unwrap();
         closed(&process).await;
         let stream = if process.has_terminal() {
-            Stream::Pty
+            OutputStream::Pty
         } else {
-            Stream::Stdout
+            OutputStream::Stdout
         };
         let out = text(&process, stream).replace('\r', "");
         let shell = std::fs::canonicalize("/bin/sh").unwrap();
@@ -229,28 +232,31 @@ async fn input_is_written_in_order_and_ends() {
     for n in 0..64u8 {
         assert_eq!(
             process.write(vec![n; 65_536].into()).await,
-            Written::Accepted
+            InputWriteResult::Accepted
         );
     }
-    assert_eq!(process.close_stdin().await, Written::Accepted);
+    assert_eq!(process.close_stdin().await, InputWriteResult::Accepted);
     assert_eq!(closed(&process).await.code, 0);
     let expected = "4f1f8b605b8fd4ba8b9a16234a54da5a4cb15268d08bcc7dc8acd84a0d90bea3  -\n";
-    assert_eq!(text(&process, Stream::Stdout), expected);
+    assert_eq!(text(&process, OutputStream::Stdout), expected);
     assert_eq!(
         process.write(Bytes::from_static(b"x")).await,
-        Written::Closed
+        InputWriteResult::Closed
     );
-    assert_eq!(process.close_stdin().await, Written::Closed);
+    assert_eq!(process.close_stdin().await, InputWriteResult::Closed);
 
     let deaf = executor
         .start(piped(sh("exec 0<&-; echo closed; sleep 60")))
         .await
         .unwrap();
-    until_output(&deaf, Stream::Stdout, "closed").await;
-    assert_eq!(deaf.write(Bytes::from_static(b"x")).await, Written::Closed);
+    until_output(&deaf, OutputStream::Stdout, "closed").await;
+    assert_eq!(
+        deaf.write(Bytes::from_static(b"x")).await,
+        InputWriteResult::Closed
+    );
 
     let tty = executor.start(terminal(spec(&["cat"]))).await.unwrap();
-    assert_eq!(tty.close_stdin().await, Written::Accepted);
+    assert_eq!(tty.close_stdin().await, InputWriteResult::Accepted);
     assert_eq!(
         closed(&tty).await.code,
         0,
@@ -270,10 +276,10 @@ async fn input_larger_than_the_pipe_reaches_a_child_that_reads_at_once() {
                 let count = piped(spec(&["wc", "-c"]));
                 let process = executor.start(count).await.unwrap();
                 let input = Bytes::from(vec![b'x'; 1 << 20]);
-                assert_eq!(process.write(input).await, Written::Accepted);
-                assert_eq!(process.close_stdin().await, Written::Accepted);
+                assert_eq!(process.write(input).await, InputWriteResult::Accepted);
+                assert_eq!(process.close_stdin().await, InputWriteResult::Accepted);
                 assert_eq!(closed(&process).await.code, 0);
-                assert_eq!(text(&process, Stream::Stdout), "1048576\n");
+                assert_eq!(text(&process, OutputStream::Stdout), "1048576\n");
             }
         });
     }
@@ -291,11 +297,11 @@ async fn unread_stdin_blocks_only_its_own_writes() {
         accepted += 1;
         assert!(accepted < 1000, "the input must be bounded");
     }
-    assert!(process.terminate(End::Now));
+    assert!(process.terminate(TerminationMethod::Now));
     assert_eq!(closed(&process).await.signal, Some(9));
     assert_eq!(
         process.write(Bytes::from_static(b"x")).await,
-        Written::Closed
+        InputWriteResult::Closed
     );
 }
 
@@ -307,9 +313,12 @@ async fn terminate_ends_descendants_in_other_sessions() {
          sleep 0.2; echo ready; wait"
     );
     let executor = executor();
-    for end in [End::Now, End::Within(Duration::from_secs(5))] {
+    for end in [
+        TerminationMethod::Now,
+        TerminationMethod::Within(Duration::from_secs(5)),
+    ] {
         let process = executor.start(sh(&script)).await.unwrap();
-        until_output(&process, Stream::Stdout, "ready").await;
+        until_output(&process, OutputStream::Stdout, "ready").await;
         assert!(alive(&seconds).len() >= 3);
         let (running, left) = process.terminate_and_wait(end).await;
         assert!(running && left.is_empty(), "{left:?}");
@@ -323,7 +332,10 @@ async fn processes_ended_together_share_reads_of_the_process_table() {
     const COUNT: usize = 1000;
     let executor = executor();
     let seconds = marker(4);
-    for end in [End::Now, End::Within(Duration::from_secs(20))] {
+    for end in [
+        TerminationMethod::Now,
+        TerminationMethod::Within(Duration::from_secs(20)),
+    ] {
         let mut processes = Vec::new();
         for _ in 0..COUNT {
             processes.push(executor.start(spec(&["sleep", &seconds])).await.unwrap());
@@ -356,13 +368,13 @@ async fn signals_to_many_trees_share_reads_of_the_process_table() {
         processes.push(executor.start(sh(script)).await.unwrap());
     }
     for process in &processes {
-        until_output(process, Stream::Stdout, "ready").await;
+        until_output(process, OutputStream::Stdout, "ready").await;
     }
     let before = table_reads().updates;
     let mut sent = tokio::task::JoinSet::new();
     for process in processes.clone() {
         let signal = rustix::process::Signal::USR1;
-        sent.spawn(async move { process.signal(signal, Scope::Tree).await });
+        sent.spawn(async move { process.signal(signal, SignalRecipients::Tree).await });
     }
     assert!(sent.join_all().await.iter().all(Result::is_ok));
     let updates = table_reads().updates - before;
@@ -371,7 +383,7 @@ async fn signals_to_many_trees_share_reads_of_the_process_table() {
         "{updates} updates"
     );
     for process in &processes {
-        until_output(process, Stream::Stdout, "got").await;
+        until_output(process, OutputStream::Stdout, "got").await;
     }
 }
 
@@ -390,11 +402,11 @@ async fn terminate_ends_trees_that_fork_all_the_time() {
     let executor = executor();
     for _ in 0..5 {
         let process = executor.start(sh(&hops)).await.unwrap();
-        until_output(&process, Stream::Stdout, "ready").await;
+        until_output(&process, OutputStream::Stdout, "ready").await;
         while alive(&seconds).is_empty() {
             tokio::task::yield_now().await;
         }
-        let (running, left) = process.terminate_and_wait(End::Now).await;
+        let (running, left) = process.terminate_and_wait(TerminationMethod::Now).await;
         let file = file.to_str().unwrap();
         assert_eq!((alive(&seconds), alive(file)), (Vec::new(), Vec::new()));
         assert!(running && left.is_empty(), "{left:?}");
@@ -406,15 +418,15 @@ async fn terminate_within_grace_sends_sigterm_first() {
     let executor = executor();
     let polite = sh("trap 'echo bye; exit 3' TERM; echo ready; while :; do sleep 0.05; done");
     let process = executor.start(polite).await.unwrap();
-    until_output(&process, Stream::Stdout, "ready").await;
-    process.terminate(End::Within(Duration::from_secs(20)));
+    until_output(&process, OutputStream::Stdout, "ready").await;
+    process.terminate(TerminationMethod::Within(Duration::from_secs(20)));
     assert_eq!(closed(&process).await.code, 3);
-    assert!(text(&process, Stream::Stdout).ends_with("bye\n"));
+    assert!(text(&process, OutputStream::Stdout).ends_with("bye\n"));
 
     let stubborn = executor.start(sh("trap '' TERM; echo ready; while :; do sleep 1; done"));
     let process = stubborn.await.unwrap();
-    until_output(&process, Stream::Stdout, "ready").await;
-    process.terminate(End::Within(Duration::from_millis(100)));
+    until_output(&process, OutputStream::Stdout, "ready").await;
+    process.terminate(TerminationMethod::Within(Duration::from_millis(100)));
     assert_eq!(closed(&process).await.signal, Some(9));
 }
 
@@ -426,7 +438,7 @@ async fn timeout_is_reported_and_keeps_output() {
     };
     let slow = sh("trap '' TERM; echo partial; while :; do sleep 0.05; done");
     let process = executor()
-        .start(Spec {
+        .start(ProcessSpec {
             timeout: Some(timeout),
             ..slow
         })
@@ -435,10 +447,10 @@ async fn timeout_is_reported_and_keeps_output() {
     let exit = closed(&process).await;
     assert!(exit.timed_out);
     assert_eq!(
-        (exit.signal, text(&process, Stream::Stdout).as_str()),
+        (exit.signal, text(&process, OutputStream::Stdout).as_str()),
         (Some(9), "partial\n")
     );
-    let quick = Spec {
+    let quick = ProcessSpec {
         timeout: Some(timeout),
         ..sh("exit 4")
     };
@@ -457,13 +469,13 @@ async fn daemon_holding_the_pipe_does_not_delay_close() {
     closed(&process).await;
     let close = process.with_log(|log| *log.close().unwrap());
     assert!(close.inherited_output);
-    assert_eq!(text(&process, Stream::Stdout), "early\n");
+    assert_eq!(text(&process, OutputStream::Stdout), "early\n");
     while process.discarded_bytes() == 0 {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert_eq!(process.discarded_bytes(), 5, "what came late was counted");
     assert_eq!(
-        process.terminate_and_wait(End::Now).await,
+        process.terminate_and_wait(TerminationMethod::Now).await,
         (false, Vec::new())
     );
 }
@@ -483,21 +495,21 @@ async fn signals_reach_only_their_scope() {
     let script = "trap 'echo leader' USR1; sh -c \"trap 'echo child' USR1; echo ready; \
                   while :; do sleep 0.05; done\" & while :; do sleep 0.05; done";
     for (scope, child) in [
-        (Scope::Leader, false),
-        (Scope::Group, true),
-        (Scope::Tree, true),
+        (SignalRecipients::Leader, false),
+        (SignalRecipients::Group, true),
+        (SignalRecipients::Tree, true),
     ] {
         let process = executor().start(sh(script)).await.unwrap();
-        until_output(&process, Stream::Stdout, "ready").await;
+        until_output(&process, OutputStream::Stdout, "ready").await;
         process
             .signal(rustix::process::Signal::USR1, scope)
             .await
             .unwrap();
-        until_output(&process, Stream::Stdout, "leader").await;
+        until_output(&process, OutputStream::Stdout, "leader").await;
         if child {
-            until_output(&process, Stream::Stdout, "child").await;
+            until_output(&process, OutputStream::Stdout, "child").await;
         } else {
-            assert!(!text(&process, Stream::Stdout).contains("child"));
+            assert!(!text(&process, OutputStream::Stdout).contains("child"));
         }
     }
 }
@@ -505,46 +517,46 @@ async fn signals_reach_only_their_scope() {
 #[tokio::test]
 async fn resource_limits_are_enforced() {
     let limited = |limits, script: &str| {
-        let spec = Spec {
+        let spec = ProcessSpec {
             limits,
             ..sh(script)
         };
         async move { executor().start(spec).await }
     };
-    let open_files = Limits {
+    let open_files = ProcessLimits {
         open_files: Some(17),
-        ..Limits::default()
+        ..ProcessLimits::default()
     };
     let process = limited(open_files, "ulimit -n").await.unwrap();
     closed(&process).await;
-    assert_eq!(text(&process, Stream::Stdout), "17\n");
+    assert_eq!(text(&process, OutputStream::Stdout), "17\n");
 
-    let file_bytes = Limits {
+    let file_bytes = ProcessLimits {
         file_bytes: Some(1000),
-        ..Limits::default()
+        ..ProcessLimits::default()
     };
     let dir = tempfile::tempdir().unwrap();
     let script = format!("head -c 5000 /dev/zero > {}/f", dir.path().display());
     closed(&limited(file_bytes, &script).await.unwrap()).await;
     assert!(std::fs::metadata(dir.path().join("f")).unwrap().len() <= 1000);
 
-    let cpu = Limits {
+    let cpu = ProcessLimits {
         cpu_seconds: Some(1),
-        ..Limits::default()
+        ..ProcessLimits::default()
     };
     let exit = closed(&limited(cpu, "while :; do :; done").await.unwrap()).await;
     assert!(matches!(exit.signal, Some(9 | 24)), "{exit:?}");
     assert!(exit.user_micros + exit.system_micros > 500_000, "{exit:?}");
 
-    let memory = Limits {
+    let memory = ProcessLimits {
         memory_bytes: Some(64 << 20),
-        ..Limits::default()
+        ..ProcessLimits::default()
     };
     let hungry = "head -c 300000000 /dev/zero | tail | wc -c";
     let process = limited(memory, hungry).await.unwrap();
     closed(&process).await;
     assert_ne!(
-        text(&process, Stream::Stdout).trim(),
+        text(&process, OutputStream::Stdout).trim(),
         "300000000",
         "tail keeps it all in memory"
     );
@@ -553,22 +565,22 @@ async fn resource_limits_are_enforced() {
 #[tokio::test]
 async fn fork_bomb_is_limited_to_its_control_group() {
     let seconds = marker(2);
-    let limits = Limits {
+    let limits = ProcessLimits {
         processes: Some(20),
-        ..Limits::default()
+        ..ProcessLimits::default()
     };
     let bomb = format!("bomb() {{ sleep {seconds} & bomb & bomb; }}; bomb");
     match executor()
-        .start(Spec {
+        .start(ProcessSpec {
             limits,
             ..sh(&bomb)
         })
         .await
     {
         Ok(process) => {
-            until_output(&process, Stream::Stderr, "ork").await;
+            until_output(&process, OutputStream::Stderr, "ork").await;
             assert!(alive(&seconds).len() <= 20);
-            let (_, left) = process.terminate_and_wait(End::Now).await;
+            let (_, left) = process.terminate_and_wait(TerminationMethod::Now).await;
             assert!(left.is_empty(), "{left:?}");
             assert_eq!(alive(&seconds), Vec::<i32>::new());
         }
@@ -600,10 +612,10 @@ async fn children_inherit_no_descriptors_of_the_server() {
     // A descriptor without close-on-exec, as an embedder may leave open by mistake.
     let file = std::fs::File::open("/etc/passwd").unwrap();
     rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::empty()).unwrap();
-    let run = |spec: Spec| async move {
+    let run = |spec: ProcessSpec| async move {
         let process = executor().start(spec).await.unwrap();
         closed(&process).await;
-        text(&process, Stream::Stdout)
+        text(&process, OutputStream::Stdout)
     };
     assert_eq!(
         run(sh("ls /proc/$$/fd; cat /proc/$$/environ")).await,
@@ -632,7 +644,7 @@ async fn backpressure_pauses_process_without_loss() {
             (slice.chunks, log.close().is_some())
         });
         if let Some((seq, stream, bytes)) = entries.into_iter().next() {
-            if stream == Stream::Stdout {
+            if stream == OutputStream::Stdout {
                 seen.extend_from_slice(&bytes);
             }
             cursor = seq;

@@ -30,7 +30,7 @@ use url::Url;
 
 use crate::connect::{Connector, ProxyChoice};
 use crate::request::{PreparedRequest, check_scheme, take_credentials};
-use crate::rules::{Denied, Rules};
+use crate::rules::{DeniedHost, HostRules};
 
 /// Redirects of one request that are followed.
 const MAX_REDIRECTS: usize = 10;
@@ -46,7 +46,7 @@ const UNPACK_BYTES: usize = 64 * 1024;
 #[derive(Debug, Clone)]
 pub struct HttpConfig {
     /// Hosts and addresses that requests may reach.
-    pub rules: Rules,
+    pub rules: HostRules,
     /// How a proxy is chosen.
     pub proxy: ProxyChoice,
     /// Variables from which proxies and header values are read.
@@ -60,7 +60,7 @@ pub struct HttpConfig {
 impl Default for HttpConfig {
     fn default() -> Self {
         Self {
-            rules: Rules::default_deny(),
+            rules: HostRules::default_deny(),
             proxy: ProxyChoice::default(),
             environment: BTreeMap::new(),
             max_response_bytes: 32 << 20,
@@ -78,7 +78,7 @@ pub enum HttpError {
     Invalid(String),
     /// The rules deny the host.
     #[error("http/request refused: {0}")]
-    Denied(#[from] Denied),
+    Denied(#[from] DeniedHost),
     /// Sending failed, or the response is not valid.
     #[error("http/request failed: {0}")]
     Failed(String),
@@ -99,11 +99,11 @@ pub enum HttpError {
 /// HTTP client; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct HttpClient {
-    inner: Arc<Inner>,
+    inner: Arc<HttpClientShared>,
 }
 
 #[derive(Debug)]
-struct Inner {
+struct HttpClientShared {
     config: HttpConfig,
     connector: Connector,
     pool: Client<Connector, Full<Bytes>>,
@@ -111,13 +111,13 @@ struct Inner {
 
 /// A response whose body is still to be read.
 #[derive(Debug)]
-pub struct Response {
+pub struct StreamingResponse {
     /// The status code.
     pub status: u16,
     /// Headers in order, with lower-case names; values that are not text are omitted.
     pub headers: Vec<ResponseHeader>,
     /// The body.
-    pub body: Body,
+    pub body: ResponseBody,
 }
 
 /// Deadline of an exchange, with its original timeout for the error message.
@@ -154,7 +154,7 @@ impl HttpClient {
             .pool_max_idle_per_host(MAX_IDLE_PER_HOST)
             .build(connector.clone());
         Self {
-            inner: Arc::new(Inner {
+            inner: Arc::new(HttpClientShared {
                 config,
                 connector,
                 pool,
@@ -177,7 +177,7 @@ impl HttpClient {
     /// # Errors
     ///
     /// No response arrives in time, or the rules deny a host on the way.
-    pub async fn send(&self, request: PreparedRequest) -> Result<Response, HttpError> {
+    pub async fn send(&self, request: PreparedRequest) -> Result<StreamingResponse, HttpError> {
         let deadline = Deadline::after(request.timeout);
         deadline.within(self.exchange(request, deadline)).await
     }
@@ -186,9 +186,9 @@ impl HttpClient {
         &self,
         request: PreparedRequest,
         deadline: Deadline,
-    ) -> Result<Response, HttpError> {
+    ) -> Result<StreamingResponse, HttpError> {
         let decompress = request.decompress;
-        let mut hop = Hop::first(request);
+        let mut hop = RedirectHop::first(request);
         let mut redirects = 0;
         loop {
             let response = self.send_once(&hop).await?;
@@ -205,8 +205,8 @@ impl HttpClient {
     }
 
     /// Sends one request without following redirects.
-    async fn send_once(&self, hop: &Hop) -> Result<http::Response<Incoming>, HttpError> {
-        let Inner {
+    async fn send_once(&self, hop: &RedirectHop) -> Result<http::Response<Incoming>, HttpError> {
+        let HttpClientShared {
             config,
             connector,
             pool,
@@ -234,7 +234,7 @@ impl HttpClient {
 }
 
 /// One request of an exchange; each redirect changes it.
-struct Hop {
+struct RedirectHop {
     method: Method,
     url: Url,
     headers: HeaderMap,
@@ -243,7 +243,7 @@ struct Hop {
     follow: bool,
 }
 
-impl Hop {
+impl RedirectHop {
     fn first(request: PreparedRequest) -> Self {
         let PreparedRequest {
             method,
@@ -323,12 +323,16 @@ fn origin(url: &Url) -> (String, Option<String>, Option<u16>) {
     )
 }
 
-fn answer(response: http::Response<Incoming>, decompress: bool, deadline: Deadline) -> Response {
+fn answer(
+    response: http::Response<Incoming>,
+    decompress: bool,
+    deadline: Deadline,
+) -> StreamingResponse {
     let (mut head, body) = response.into_parts();
     let source = if decompress {
         unpack(&mut head.headers, body)
     } else {
-        Source::Plain(body)
+        BodyReader::Plain(body)
     };
     let headers = head.headers.iter().filter_map(|(name, value)| {
         Some(ResponseHeader {
@@ -336,10 +340,10 @@ fn answer(response: http::Response<Incoming>, decompress: bool, deadline: Deadli
             value: value.to_str().ok()?.to_owned(),
         })
     });
-    Response {
+    StreamingResponse {
         status: head.status.as_u16(),
         headers: headers.collect(),
-        body: Body {
+        body: ResponseBody {
             source,
             limit: None,
             received: 0,
@@ -349,7 +353,7 @@ fn answer(response: http::Response<Incoming>, decompress: bool, deadline: Deadli
 }
 
 /// Decompresses a body of a known encoding, and removes the headers that describe the encoded body.
-fn unpack(headers: &mut HeaderMap, body: Incoming) -> Source {
+fn unpack(headers: &mut HeaderMap, body: Incoming) -> BodyReader {
     let encoding = headers.get(CONTENT_ENCODING).and_then(|value| {
         let value = value.to_str().ok()?;
         Some(value.trim().to_ascii_lowercase())
@@ -363,29 +367,29 @@ fn unpack(headers: &mut HeaderMap, body: Incoming) -> Source {
             Box::pin(decoder)
         }
         Some("deflate") => Box::pin(ZlibDecoder::new(packed(body))),
-        _ => return Source::Plain(body),
+        _ => return BodyReader::Plain(body),
     };
     for name in [CONTENT_ENCODING, CONTENT_LENGTH, TRANSFER_ENCODING] {
         headers.remove(name);
     }
-    Source::Unpacked(unpacked)
+    BodyReader::Unpacked(unpacked)
 }
 
 /// Response body.
 #[derive(Debug)]
-pub struct Body {
-    source: Source,
+pub struct ResponseBody {
+    source: BodyReader,
     limit: Option<u64>,
     received: u64,
     deadline: Deadline,
 }
 
-enum Source {
+enum BodyReader {
     Plain(Incoming),
     Unpacked(Pin<Box<dyn AsyncRead + Send>>),
 }
 
-impl fmt::Debug for Source {
+impl fmt::Debug for BodyReader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Plain(_) => "Plain",
@@ -394,7 +398,7 @@ impl fmt::Debug for Source {
     }
 }
 
-impl Body {
+impl ResponseBody {
     /// Sets the largest size of the body.
     ///
     /// # Errors
@@ -411,8 +415,8 @@ impl Body {
     /// Returns the announced length of the rest.
     pub fn known_bytes(&self) -> Option<u64> {
         match &self.source {
-            Source::Plain(body) => body.size_hint().exact(),
-            Source::Unpacked(_) => None,
+            BodyReader::Plain(body) => body.size_hint().exact(),
+            BodyReader::Unpacked(_) => None,
         }
     }
 
@@ -433,9 +437,9 @@ impl Body {
     }
 }
 
-async fn next(source: &mut Source) -> Result<Option<Bytes>, HttpError> {
+async fn next(source: &mut BodyReader) -> Result<Option<Bytes>, HttpError> {
     match source {
-        Source::Plain(body) => {
+        BodyReader::Plain(body) => {
             while let Some(frame) = body.frame().await {
                 let frame = frame.map_err(|error| HttpError::Body(chain(&error)))?;
                 // Trailers are dropped.
@@ -447,7 +451,7 @@ async fn next(source: &mut Source) -> Result<Option<Bytes>, HttpError> {
             }
             Ok(None)
         }
-        Source::Unpacked(body) => {
+        BodyReader::Unpacked(body) => {
             let mut out = BytesMut::with_capacity(UNPACK_BYTES);
             let read = body.read_buf(&mut out).await;
             let read = read.map_err(|error| HttpError::Body(chain(&error)))?;
@@ -459,7 +463,7 @@ async fn next(source: &mut Source) -> Result<Option<Bytes>, HttpError> {
 fn failed(error: &hyper_util::client::legacy::Error) -> HttpError {
     let mut source: Option<&(dyn StdError + 'static)> = Some(error);
     while let Some(cause) = source {
-        if let Some(denied) = cause.downcast_ref::<Denied>() {
+        if let Some(denied) = cause.downcast_ref::<DeniedHost>() {
             return HttpError::Denied(denied.clone());
         }
         source = cause.source();

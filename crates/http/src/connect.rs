@@ -29,7 +29,7 @@ use tokio_rustls::TlsConnector;
 use tower_service::Service;
 use url::Host;
 
-use crate::rules::{self, Rules};
+use crate::rules::{self, HostRules};
 
 /// Time limit for connecting to one host, even if the request has a longer timeout.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -53,11 +53,11 @@ pub type BoxError = Box<dyn StdError + Send + Sync>;
 /// Opens connections; cheap to clone.
 #[derive(Clone)]
 pub struct Connector {
-    inner: Arc<Inner>,
+    inner: Arc<ConnectorShared>,
 }
 
-struct Inner {
-    rules: Arc<Rules>,
+struct ConnectorShared {
+    rules: Arc<HostRules>,
     proxies: Matcher,
     /// Resolves and checks names of hosts.
     direct: HttpConnector<CheckedResolver>,
@@ -78,7 +78,7 @@ impl fmt::Debug for Connector {
 
 impl Connector {
     pub(crate) fn new(
-        rules: Arc<Rules>,
+        rules: Arc<HostRules>,
         proxy: &ProxyChoice,
         environment: &BTreeMap<String, String>,
     ) -> Self {
@@ -94,7 +94,7 @@ impl Connector {
         to_proxy.set_nodelay(true);
         to_proxy.set_connect_timeout(Some(CONNECT_TIMEOUT));
         Self {
-            inner: Arc::new(Inner {
+            inner: Arc::new(ConnectorShared {
                 rules,
                 proxies: matcher(proxy, environment),
                 direct,
@@ -123,7 +123,7 @@ impl Connector {
     }
 
     /// Returns the rules about hosts.
-    pub fn rules(&self) -> &Arc<Rules> {
+    pub fn rules(&self) -> &Arc<HostRules> {
         &self.inner.rules
     }
 
@@ -156,7 +156,7 @@ impl Connector {
         })
     }
 
-    async fn connect(self, uri: Uri) -> Result<Stream, BoxError> {
+    async fn connect(self, uri: Uri) -> Result<HostStream, BoxError> {
         let host = host_of(&uri)?;
         let secure = uri.scheme_str() == Some("https");
         let (io, proxied) = match self.proxy(&uri) {
@@ -176,7 +176,7 @@ impl Connector {
         } else {
             io
         };
-        Ok(Stream {
+        Ok(HostStream {
             io: TokioIo::new(io),
             proxied,
         })
@@ -329,9 +329,9 @@ async fn tls() -> Result<TlsConnector, BoxError> {
 }
 
 impl Service<Uri> for Connector {
-    type Response = Stream;
+    type Response = HostStream;
     type Error = BoxError;
-    type Future = BoxFuture<'static, Result<Stream, BoxError>>;
+    type Future = BoxFuture<'static, Result<HostStream, BoxError>>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
         Poll::Ready(Ok(()))
@@ -373,7 +373,7 @@ impl Service<Uri> for ProxyConnector {
 /// Resolver that returns only addresses that the rules allow.
 #[derive(Debug, Clone)]
 struct CheckedResolver {
-    rules: Arc<Rules>,
+    rules: Arc<HostRules>,
     inner: GaiResolver,
 }
 
@@ -424,18 +424,18 @@ fn boxed(io: impl Duplex + 'static) -> Box<dyn Duplex> {
 }
 
 /// A connection to a host, or to the proxy that forwards requests to it.
-pub struct Stream {
+pub struct HostStream {
     io: TokioIo<Box<dyn Duplex>>,
     proxied: bool,
 }
 
-impl Connection for Stream {
+impl Connection for HostStream {
     fn connected(&self) -> Connected {
         Connected::new().proxy(self.proxied)
     }
 }
 
-impl Read for Stream {
+impl Read for HostStream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -445,7 +445,7 @@ impl Read for Stream {
     }
 }
 
-impl Write for Stream {
+impl Write for HostStream {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

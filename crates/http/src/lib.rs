@@ -1,6 +1,6 @@
 //! HTTP client for `http/request`.
 //!
-//! Defines which hosts may be reached ([`Rules`]) and how (names, proxies, TLS), how redirects are
+//! Defines which hosts may be reached ([`HostRules`]) and how (names, proxies, TLS), how redirects are
 //! followed, and how large a body may be. The parameters of the wire are parsed in [`request`].
 //! Sessions and connections to clients are handled in `service`; dropping an exchange cancels it.
 
@@ -9,7 +9,7 @@ mod connect;
 pub mod request;
 pub mod rules;
 
-pub use client::{Body, HttpClient, HttpConfig, HttpError, Response};
-pub use connect::{BoxError, Connector, Duplex, ProxyChoice, ProxyStream, Stream};
+pub use client::{HttpClient, HttpConfig, HttpError, ResponseBody, StreamingResponse};
+pub use connect::{BoxError, Connector, Duplex, HostStream, ProxyChoice, ProxyStream};
 pub use request::PreparedRequest;
-pub use rules::{DEFAULT_DENY, Denied, Rule, RuleError, Rules};
+pub use rules::{DEFAULT_DENY, DeniedHost, HostRule, HostRules, RuleError};

@@ -25,16 +25,16 @@ pub const DEFAULT_DENY: &[&str] = &[
 
 /// Rules about hosts that requests may reach.
 #[derive(Debug, Clone, Default)]
-pub struct Rules {
+pub struct HostRules {
     /// If not empty, a rule must match.
-    allow: Vec<Rule>,
+    allow: Vec<HostRule>,
     /// No rule may match.
-    deny: Vec<Rule>,
+    deny: Vec<HostRule>,
 }
 
 /// One rule about names or addresses.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Rule {
+pub enum HostRule {
     /// `*`: every host.
     Any,
     /// Exactly this name.
@@ -61,7 +61,7 @@ pub struct RuleError(String);
 /// A host that the rules deny.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Denied {
+pub enum DeniedHost {
     /// The name is denied.
     #[error("host `{host}` is denied by the rule `{rule}` of this server")]
     Name {
@@ -88,14 +88,14 @@ pub enum Denied {
     },
 }
 
-impl Rules {
+impl HostRules {
     /// Parses rules; with an empty `allow`, every host that is not denied is allowed.
     ///
     /// # Errors
     ///
     /// A text is not a valid rule; the error names it.
     pub fn new<S: AsRef<str>>(allow: &[S], deny: &[S]) -> Result<Self, RuleError> {
-        let parse = |texts: &[S]| -> Result<Vec<Rule>, RuleError> {
+        let parse = |texts: &[S]| -> Result<Vec<HostRule>, RuleError> {
             texts.iter().map(|text| text.as_ref().parse()).collect()
         };
         Ok(Self {
@@ -116,7 +116,7 @@ impl Rules {
     /// # Errors
     ///
     /// A rule denies the host; the error names the rule.
-    pub fn check_host(&self, host: &Host<&str>) -> Result<(), Denied> {
+    pub fn check_host(&self, host: &Host<&str>) -> Result<(), DeniedHost> {
         match literal(host) {
             Some(address) => self.check_address(&host.to_string(), address, false),
             None => {
@@ -126,18 +126,18 @@ impl Rules {
         }
     }
 
-    /// Like [`Rules::check_host`], for a name that a proxy will resolve: its addresses cannot be
+    /// Like [`HostRules::check_host`], for a name that a proxy will resolve: its addresses cannot be
     /// checked here, so the name itself must be allowed.
     ///
     /// # Errors
     ///
     /// A rule denies the host; the error names the rule.
-    pub fn check_unresolved(&self, host: &Host<&str>) -> Result<(), Denied> {
+    pub fn check_unresolved(&self, host: &Host<&str>) -> Result<(), DeniedHost> {
         self.check_host(host)?;
         if literal(host).is_none() && !self.allow.is_empty() && !self.allows_name(&host.to_string())
         {
             let host = host.to_string();
-            return Err(Denied::NotAllowed { host });
+            return Err(DeniedHost::NotAllowed { host });
         }
         Ok(())
     }
@@ -151,7 +151,7 @@ impl Rules {
         &self,
         name: &str,
         addresses: impl IntoIterator<Item = SocketAddr>,
-    ) -> Result<Vec<SocketAddr>, Denied> {
+    ) -> Result<Vec<SocketAddr>, DeniedHost> {
         self.check_name(name)?;
         let named = self.allows_name(name);
         let mut kept = Vec::new();
@@ -168,9 +168,9 @@ impl Rules {
         }
     }
 
-    fn check_name(&self, host: &str) -> Result<(), Denied> {
+    fn check_name(&self, host: &str) -> Result<(), DeniedHost> {
         match self.deny.iter().find(|rule| rule.names(host)) {
-            Some(rule) => Err(Denied::Name {
+            Some(rule) => Err(DeniedHost::Name {
                 host: host.to_owned(),
                 rule: rule.to_string(),
             }),
@@ -183,10 +183,10 @@ impl Rules {
     }
 
     /// `named`: whether an allow rule matches the name that resolved to the address.
-    fn check_address(&self, host: &str, address: IpAddr, named: bool) -> Result<(), Denied> {
+    fn check_address(&self, host: &str, address: IpAddr, named: bool) -> Result<(), DeniedHost> {
         for form in equivalent_addresses(address) {
             if let Some(rule) = self.deny.iter().find(|rule| rule.covers(form)) {
-                return Err(Denied::Address {
+                return Err(DeniedHost::Address {
                     host: host.to_owned(),
                     address,
                     rule: rule.to_string(),
@@ -200,7 +200,7 @@ impl Rules {
             Ok(())
         } else {
             let host = host.to_owned();
-            Err(Denied::NotAllowed { host })
+            Err(DeniedHost::NotAllowed { host })
         }
     }
 }
@@ -235,7 +235,7 @@ pub fn equivalent_addresses(address: IpAddr) -> Vec<IpAddr> {
     equivalent_addresses
 }
 
-impl Rule {
+impl HostRule {
     /// Whether the rule matches this name.
     pub fn names(&self, host: &str) -> bool {
         let host = host.strip_suffix('.').unwrap_or(host);
@@ -264,7 +264,7 @@ impl Rule {
     }
 }
 
-impl FromStr for Rule {
+impl FromStr for HostRule {
     type Err = RuleError;
 
     fn from_str(text: &str) -> Result<Self, RuleError> {
@@ -303,7 +303,7 @@ impl FromStr for Rule {
     }
 }
 
-impl fmt::Display for Rule {
+impl fmt::Display for HostRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Any => f.write_str("*"),
@@ -340,7 +340,7 @@ pub(crate) fn is_loopback(host: &Host<&str>) -> bool {
 mod tests {
     use super::*;
 
-    fn check(rules: &Rules, host: &str) -> Result<(), Denied> {
+    fn check(rules: &HostRules, host: &str) -> Result<(), DeniedHost> {
         let host = Host::parse(host).unwrap();
         let host = match &host {
             Host::Domain(name) => Host::Domain(name.as_str()),
@@ -357,7 +357,7 @@ mod tests {
 
     #[test]
     fn default_rules_deny_metadata_addresses_in_every_spelling() {
-        let rules = Rules::default_deny();
+        let rules = HostRules::default_deny();
         assert_eq!(rules.deny.len(), DEFAULT_DENY.len());
         for denied in [
             "169.254.169.254",
@@ -389,7 +389,7 @@ mod tests {
 
     #[test]
     fn address_rule_applies_to_every_name() {
-        let rules = Rules::default_deny();
+        let rules = HostRules::default_deny();
         let mixed = addresses(&["169.254.1.1", "192.0.2.1"]);
         assert_eq!(
             rules.filter("x.test", mixed).unwrap(),
@@ -406,7 +406,7 @@ mod tests {
 
     #[test]
     fn allow_list_denies_all_other_hosts() {
-        let rules = Rules::new(
+        let rules = HostRules::new(
             &["*.ok.test", "**.both.test", "10.0.0.0/8"],
             &["bad.ok.test"],
         );
@@ -441,10 +441,10 @@ mod tests {
     #[test]
     fn invalid_rule_is_rejected_by_name() {
         for bad in ["", "*x", "a/b", "10.0.0.0/33", "a b", "*.*.x", "http://x"] {
-            let error = Rules::new(&[bad], &[]).unwrap_err();
+            let error = HostRules::new(&[bad], &[]).unwrap_err();
             assert!(error.to_string().contains(&format!("`{bad}`")), "{error}");
         }
-        let none = Rules::new(&[], &["*"]).unwrap();
+        let none = HostRules::new(&[], &["*"]).unwrap();
         assert!(check(&none, "example.com").is_err() && check(&none, "127.0.0.1").is_err());
     }
 }

@@ -10,7 +10,7 @@ use exec_server_protocol::sandbox::Sandbox;
 
 /// A machine, or a working directory on one, with the settings that tools need.
 #[derive(Debug, Clone)]
-pub struct Environment {
+pub struct ToolEnvironment {
     /// Runs processes in the environment.
     pub backend: Arc<dyn ExecBackend>,
     /// Accesses files of the environment.
@@ -23,9 +23,9 @@ pub struct Environment {
     pub sandbox: Option<Sandbox>,
 }
 
-impl Environment {
+impl ToolEnvironment {
     /// Resolves a path against the working directory and removes `.` and `..`.
-    pub(crate) fn path(&self, path: &str) -> Result<PathUri, EnvironmentError> {
+    pub(crate) fn path(&self, path: &str) -> Result<PathUri, ToolEnvironmentError> {
         let joined = self.cwd.join(path);
         let mut plain = PathBuf::new();
         for part in joined.components() {
@@ -37,7 +37,7 @@ impl Environment {
                 part => plain.push(part),
             }
         }
-        uri(&plain).map_err(|error| EnvironmentError::Path {
+        uri(&plain).map_err(|error| ToolEnvironmentError::Path {
             path: path.to_owned(),
             message: error.to_string(),
         })
@@ -57,7 +57,7 @@ impl Environment {
 /// Why an environment or a path in it cannot be used.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
-pub enum EnvironmentError {
+pub enum ToolEnvironmentError {
     /// No environment has this id.
     #[error("unknown environment `{id}`; there are {known}")]
     Unknown {
@@ -85,7 +85,7 @@ pub enum EnvironmentError {
 }
 
 /// Environments that tools can choose from.
-pub trait Environments: Send + Sync + std::fmt::Debug {
+pub trait ToolEnvironments: Send + Sync + std::fmt::Debug {
     /// Ids of the environments; the first is the default.
     fn ids(&self) -> Vec<String>;
 
@@ -94,29 +94,35 @@ pub trait Environments: Send + Sync + std::fmt::Debug {
     /// # Errors
     ///
     /// If no environment has this id, or it cannot be reached.
-    fn get<'a>(&'a self, id: &'a str) -> BoxFuture<'a, Result<Arc<Environment>, EnvironmentError>>;
+    fn get<'a>(
+        &'a self,
+        id: &'a str,
+    ) -> BoxFuture<'a, Result<Arc<ToolEnvironment>, ToolEnvironmentError>>;
 }
 
 /// A set of one environment.
 #[derive(Debug, Clone)]
-pub struct OneEnvironment {
+pub struct SingleEnvironment {
     /// Id of the environment.
     pub id: String,
     /// The environment.
-    pub environment: Arc<Environment>,
+    pub environment: Arc<ToolEnvironment>,
 }
 
-impl Environments for OneEnvironment {
+impl ToolEnvironments for SingleEnvironment {
     fn ids(&self) -> Vec<String> {
         vec![self.id.clone()]
     }
 
-    fn get<'a>(&'a self, id: &'a str) -> BoxFuture<'a, Result<Arc<Environment>, EnvironmentError>> {
+    fn get<'a>(
+        &'a self,
+        id: &'a str,
+    ) -> BoxFuture<'a, Result<Arc<ToolEnvironment>, ToolEnvironmentError>> {
         Box::pin(async move {
             if id == self.id {
                 return Ok(Arc::clone(&self.environment));
             }
-            Err(EnvironmentError::Unknown {
+            Err(ToolEnvironmentError::Unknown {
                 id: id.to_owned(),
                 known: format!("`{}`", self.id),
             })
@@ -134,7 +140,7 @@ mod tests {
     #[test]
     fn relative_paths_resolve_against_the_working_directory() {
         let executor = Executor::new(ExecutorConfig::default()).unwrap();
-        let environment = Environment {
+        let environment = ToolEnvironment {
             backend: Arc::new(LocalBackend::new(executor)),
             files: Arc::new(LocalFileSystem::new()),
             shell: "/bin/sh".to_owned(),

@@ -55,7 +55,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Why the server cannot listen on an address.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum HttpError {
+pub enum McpHttpError {
     /// Other machines can reach the address, and no token is set.
     #[error("{0} is reachable from other machines, so a token is required")]
     Open(SocketAddr),
@@ -72,14 +72,14 @@ pub enum HttpError {
 
 /// MCP server with an HTTP listener.
 #[derive(Debug)]
-pub struct HttpServer {
+pub struct McpHttpServer {
     listener: TcpListener,
     address: SocketAddr,
-    state: Arc<ServerState>,
+    state: Arc<McpHttpState>,
 }
 
 /// State shared by all connections.
-struct ServerState {
+struct McpHttpState {
     service: StreamableHttpService<McpServer, LocalSessionManager>,
     sessions: Arc<LocalSessionManager>,
     /// Hash of the token. Hashes are compared, so the time reveals nothing about the token.
@@ -88,13 +88,13 @@ struct ServerState {
     throttle: Mutex<Throttle>,
 }
 
-impl std::fmt::Debug for ServerState {
+impl std::fmt::Debug for McpHttpState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ServerState").finish_non_exhaustive()
+        f.debug_struct("McpHttpState").finish_non_exhaustive()
     }
 }
 
-impl HttpServer {
+impl McpHttpServer {
     /// Binds the listener. Without a token, only a loopback address is allowed.
     ///
     /// # Errors
@@ -104,12 +104,12 @@ impl HttpServer {
         server: McpServer,
         address: SocketAddr,
         token: Option<&Secret>,
-    ) -> Result<Self, HttpError> {
+    ) -> Result<Self, McpHttpError> {
         let is_private = address.ip().is_loopback();
         if token.is_none() && !is_private {
-            return Err(HttpError::Open(address));
+            return Err(McpHttpError::Open(address));
         }
-        let listen = |source| HttpError::Listen { address, source };
+        let listen = |source| McpHttpError::Listen { address, source };
         let listener = TcpListener::bind(address).await.map_err(listen)?;
         let address = listener.local_addr().map_err(listen)?;
         // Refuses web pages of every origin, by whatever host name they reach this machine.
@@ -126,7 +126,7 @@ impl HttpServer {
         Ok(Self {
             listener,
             address,
-            state: Arc::new(ServerState {
+            state: Arc::new(McpHttpState {
                 service,
                 sessions,
                 token: token.map(|token| digest(token.expose().as_bytes())),
@@ -165,9 +165,9 @@ impl HttpServer {
     }
 }
 
-type HttpResponse = Response<BoxBody<Bytes, Infallible>>;
+type McpHttpResponse = Response<BoxBody<Bytes, Infallible>>;
 
-impl ServerState {
+impl McpHttpState {
     async fn connection(self: Arc<Self>, stream: TcpStream, from: IpAddr) {
         let _ = stream.set_nodelay(true);
         let service = service_fn(|request| {
@@ -184,7 +184,7 @@ impl ServerState {
         }
     }
 
-    async fn request(&self, request: Request<Incoming>, from: IpAddr) -> HttpResponse {
+    async fn request(&self, request: Request<Incoming>, from: IpAddr) -> McpHttpResponse {
         if request.uri().path() != PATH {
             return refusal(StatusCode::NOT_FOUND, "nothing is here but /mcp\n");
         }
@@ -229,7 +229,7 @@ fn digest(bytes: &[u8]) -> [u8; 32] {
     Sha256::digest(bytes).into()
 }
 
-fn refusal(status: StatusCode, text: &'static str) -> HttpResponse {
+fn refusal(status: StatusCode, text: &'static str) -> McpHttpResponse {
     let mut answer = Response::new(Full::from(text).boxed());
     *answer.status_mut() = status;
     answer

@@ -1,6 +1,6 @@
 //! MCP server and MCP proxy: processes and files of any machine, for models.
 //!
-//! [`McpServer`] offers commands and files of one or several [`Environment`]s as tools, over
+//! [`McpServer`] offers commands and files of one or several [`ToolEnvironment`]s as tools, over
 //! standard input and output or over [`http`]. [`stdio`] starts any MCP server in an environment
 //! and carries its messages; [`proxy`] does so for a client on this machine. This crate does not
 //! connect to environments and does not read settings or arguments.
@@ -14,5 +14,5 @@ mod server;
 pub mod stdio;
 mod tools;
 
-pub use environment::{Environment, EnvironmentError, Environments, OneEnvironment};
+pub use environment::{SingleEnvironment, ToolEnvironment, ToolEnvironmentError, ToolEnvironments};
 pub use server::{McpOptions, McpServer, TOOLS, serve_stdio};

@@ -20,7 +20,7 @@ pub(crate) enum StreamName {
 /// Run a command.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct ExecCommand {
+pub(crate) struct ExecCommandParams {
     /// The command, for a shell.
     pub(crate) cmd: String,
     /// Where to run it; the working directory of the environment if not given.
@@ -49,7 +49,7 @@ pub(crate) struct ExecCommand {
 /// Write to a running command, or wait for more of its output.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct WriteStdin {
+pub(crate) struct WriteStdinParams {
     /// Id of the session.
     pub(crate) session_id: u32,
     /// What to write, with line ends; nothing to only wait for output, U+0003 alone to interrupt.
@@ -81,7 +81,7 @@ pub(crate) struct ReadOutput {
 /// End a command with everything it started.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Kill {
+pub(crate) struct KillParams {
     /// Id of the session.
     pub(crate) session_id: u32,
     /// Kill immediately, without a chance to clean up. Default false.
@@ -160,7 +160,7 @@ pub(crate) struct WriteFile {
 /// Change files: either a patch, or one text for another in one file.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Edit {
+pub(crate) struct EditParams {
     /// A patch from `*** Begin Patch` to `*** End Patch`, with sections `*** Add File: P` (lines
     /// begin with +), `*** Delete File: P` and `*** Update File: P` (optionally `*** Move to: P`, then
     /// hunks: optionally `@@ a line before`, then lines that begin with a blank, - or +).
@@ -195,7 +195,7 @@ pub(crate) struct ListDir {
 /// Search for lines.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Search {
+pub(crate) struct SearchFilesParams {
     /// Regular expression to search for in each line.
     pub(crate) pattern: String,
     /// The directory or file to search; the working directory if not given.

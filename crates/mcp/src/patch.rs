@@ -36,7 +36,7 @@ pub(crate) enum PatchError {
 
 /// Change of one file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Change {
+pub(crate) enum FilePatch {
     Add {
         path: String,
         content: String,
@@ -71,7 +71,7 @@ const MOVE: &str = "*** Move to: ";
 const END_OF_FILE: &str = "*** End of File";
 
 /// Parses a patch.
-pub(crate) fn parse(text: &str) -> Result<Vec<Change>, PatchError> {
+pub(crate) fn parse(text: &str) -> Result<Vec<FilePatch>, PatchError> {
     let mut lines = text
         .trim()
         .lines()
@@ -103,10 +103,10 @@ pub(crate) fn parse(text: &str) -> Result<Vec<Change>, PatchError> {
                 content.push('\n');
             }
             let path = path.to_owned();
-            changes.push(Change::Add { path, content });
+            changes.push(FilePatch::Add { path, content });
         } else if let Some(path) = line.strip_prefix(DELETE) {
             let path = path.to_owned();
-            changes.push(Change::Delete { path });
+            changes.push(FilePatch::Delete { path });
         } else if let Some(path) = line.strip_prefix(UPDATE) {
             let move_to = lines
                 .next_if(|(_, line)| line.starts_with(MOVE))
@@ -133,7 +133,7 @@ pub(crate) fn parse(text: &str) -> Result<Vec<Change>, PatchError> {
             {
                 return Err(wrong(number, "the update has a hunk without lines"));
             }
-            changes.push(Change::Update {
+            changes.push(FilePatch::Update {
                 path: path.to_owned(),
                 move_to,
                 hunks,
@@ -292,7 +292,7 @@ mod tests {
     fn patched(text: &str, body: &str) -> Result<String, PatchError> {
         let patch = format!("*** Begin Patch\n*** Update File: f\n{body}\n*** End Patch");
         match &parse(&patch)?[..] {
-            [Change::Update { hunks, .. }] => apply("f", text, hunks),
+            [FilePatch::Update { hunks, .. }] => apply("f", text, hunks),
             other => panic!("{other:?}"),
         }
     }
@@ -305,18 +305,18 @@ mod tests {
         let changes = parse(patch).unwrap();
         assert_eq!(
             changes[0],
-            Change::Add {
+            FilePatch::Add {
                 path: "a".to_owned(),
                 content: "one\n\ntwo\n".to_owned()
             }
         );
         assert_eq!(
             changes[1],
-            Change::Delete {
+            FilePatch::Delete {
                 path: "b".to_owned()
             }
         );
-        let Change::Update {
+        let FilePatch::Update {
             path,
             move_to,
             hunks,
@@ -326,7 +326,7 @@ mod tests {
         };
         assert_eq!((path.as_str(), move_to.as_deref()), ("c", Some("d")));
         assert_eq!(hunks[0].header.as_deref(), Some("fn x"));
-        assert!(matches!(&changes[3], Change::Update { hunks, .. } if hunks.is_empty()));
+        assert!(matches!(&changes[3], FilePatch::Update { hunks, .. } if hunks.is_empty()));
     }
 
     #[test]

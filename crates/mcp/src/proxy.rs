@@ -9,7 +9,7 @@ use exec_server_client::ExecBackend;
 use tokio::io::{AsyncBufReadExt as _, AsyncRead, AsyncWrite, AsyncWriteExt as _, BufReader};
 use tokio::time::Instant;
 
-use crate::stdio::{self, MAX_LINE_BYTES, Sender, StdioError, StdioServer};
+use crate::stdio::{self, MAX_LINE_BYTES, StdioError, StdioSender, StdioServer};
 
 /// How long a server may take to exit after its client has closed the connection.
 const END_GRACE: Duration = Duration::from_secs(5);
@@ -66,7 +66,10 @@ pub async fn run(
 }
 
 /// Forwards the client's lines to the server until the input ends.
-async fn forward(input: impl AsyncRead + Unpin, sender: &mut Sender) -> Result<(), ProxyError> {
+async fn forward(
+    input: impl AsyncRead + Unpin,
+    sender: &mut StdioSender,
+) -> Result<(), ProxyError> {
     let mut input = BufReader::new(input);
     let mut line = BytesMut::new();
     loop {
@@ -96,7 +99,7 @@ async fn forward(input: impl AsyncRead + Unpin, sender: &mut Sender) -> Result<(
     }
 }
 
-async fn send(sender: &mut Sender, line: Bytes) -> Result<(), ProxyError> {
+async fn send(sender: &mut StdioSender, line: Bytes) -> Result<(), ProxyError> {
     if line.iter().all(u8::is_ascii_whitespace) {
         return Ok(());
     }

@@ -24,9 +24,9 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::environment::{Environment, EnvironmentError, Environments};
+use crate::environment::{ToolEnvironment, ToolEnvironmentError, ToolEnvironments};
 use crate::params;
-use crate::tools::{self, Outcome, ToolError};
+use crate::tools::{self, ToolError, ToolOutcome};
 
 /// Maximum number of simultaneous calls. A model makes a few; more come from a faulty client.
 const MAX_CALLS: usize = 64;
@@ -67,13 +67,13 @@ pub struct McpOptions {
 /// MCP server over environments; cheap to clone, and all clones share their commands.
 #[derive(Debug, Clone)]
 pub struct McpServer {
-    shared: Arc<Shared>,
+    shared: Arc<McpShared>,
 }
 
 /// State shared by all clones.
 #[derive(Debug)]
-pub(crate) struct Shared {
-    pub(crate) environments: Arc<dyn Environments>,
+pub(crate) struct McpShared {
+    pub(crate) environments: Arc<dyn ToolEnvironments>,
     pub(crate) unified: UnifiedExec,
     options: McpOptions,
     /// One permit for each call in progress.
@@ -82,8 +82,8 @@ pub(crate) struct Shared {
 
 /// One call of a tool.
 #[derive(Debug, Clone)]
-pub(crate) struct Call {
-    pub(crate) shared: Arc<Shared>,
+pub(crate) struct ToolCall {
+    pub(crate) shared: Arc<McpShared>,
     /// Id of the call, unique in this server. The ids of the commands that the call starts begin
     /// with it.
     pub(crate) id: String,
@@ -91,12 +91,12 @@ pub(crate) struct Call {
     pub(crate) cancelled: CancellationToken,
 }
 
-impl Call {
+impl ToolCall {
     /// Returns the environment with the given id, or the default one, with its id.
     pub(crate) async fn environment(
         &self,
         id: Option<&str>,
-    ) -> Result<(String, Arc<Environment>), EnvironmentError> {
+    ) -> Result<(String, Arc<ToolEnvironment>), ToolEnvironmentError> {
         let environments = &self.shared.environments;
         let id = match id {
             Some(id) => id.to_owned(),
@@ -119,12 +119,12 @@ pub(crate) fn environment_of(session: &SessionInfo) -> &str {
 
 impl McpServer {
     /// Creates a server. Its commands end when the last clone is dropped.
-    pub fn new(environments: Arc<dyn Environments>, options: McpOptions) -> Self {
+    pub fn new(environments: Arc<dyn ToolEnvironments>, options: McpOptions) -> Self {
         let mut config = UnifiedExecConfig::default();
         config.finished_sessions = FINISHED_SESSIONS;
         config.transcript_bytes = TRANSCRIPT_BYTES;
         Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(McpShared {
                 environments,
                 unified: UnifiedExec::new(config),
                 options,
@@ -165,7 +165,7 @@ impl McpServer {
             let message = format!("limit of {MAX_CALLS} calls at the same time reached");
             return Err(ErrorData::internal_error(message, None));
         };
-        let call = Call {
+        let call = ToolCall {
             shared: Arc::clone(&self.shared),
             id: uuid::Uuid::new_v4().to_string(),
             cancelled: context.ct.clone(),
@@ -175,7 +175,7 @@ impl McpServer {
         let work = tools::call(call, request.name, arguments);
         let done = self.with_progress(&id, context, work).await;
         match done {
-            Ok(Outcome { text, structured }) => {
+            Ok(ToolOutcome { text, structured }) => {
                 let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
                 result.structured_content = Some(structured);
                 Ok(result)
@@ -345,12 +345,12 @@ fn tool(name: &str, several: bool) -> Tool {
         "exec_command" => (
             "Run a command in a shell. Answers with its output and exit code when it has ended, or \
              with a session_id when it is still running after yield_time_ms.",
-            of::<params::ExecCommand>(),
+            of::<params::ExecCommandParams>(),
             writes.destructive(true).open_world(true),
         ),
         "write_stdin" => (
             "Write to a running command that has a terminal, or wait for more of its output.",
-            of::<params::WriteStdin>(),
+            of::<params::WriteStdinParams>(),
             writes.destructive(true).open_world(true),
         ),
         "read_output" => (
@@ -360,7 +360,7 @@ fn tool(name: &str, several: bool) -> Tool {
         ),
         "kill" => (
             "End a running command with everything it started.",
-            of::<params::Kill>(),
+            of::<params::KillParams>(),
             writes.destructive(true),
         ),
         "list_processes" => (
@@ -386,13 +386,13 @@ fn tool(name: &str, several: bool) -> Tool {
         ),
         "edit" => (
             "Change files with a patch, or replace a text in one file.",
-            of::<params::Edit>(),
+            of::<params::EditParams>(),
             writes.destructive(true),
         ),
         "list_dir" => ("List a directory.", of::<params::ListDir>(), reads),
         "search" => (
             "Search files for lines that match a regular expression.",
-            of::<params::Search>(),
+            of::<params::SearchFilesParams>(),
             reads,
         ),
         _ => (

@@ -14,7 +14,7 @@ use exec_server_client::{
 };
 use exec_server_protocol::PathUri;
 use exec_server_protocol::process::{
-    EnvPolicy, Inherit, StartParams, Stream, TerminateMode, WriteStatus,
+    EnvPolicy, Inherit, OutputStream, StartParams, TerminateMode, WriteStatus,
 };
 use exec_server_protocol::sandbox::Sandbox;
 
@@ -102,15 +102,15 @@ pub enum StdioError {
 pub async fn launch(
     backend: &dyn ExecBackend,
     server: StdioServer,
-) -> Result<(Sender, Receiver), StdioError> {
+) -> Result<(StdioSender, StdioReceiver), StdioError> {
     let name = server.argv.first().cloned().unwrap_or_default();
     let process = backend.start(server.params()).await?.process;
-    let guard = Arc::new(Guard(process));
+    let guard = Arc::new(ProcessGuard(process));
     let events = guard.0.events()?;
-    let sender = Sender {
+    let sender = StdioSender {
         process: Arc::clone(&guard),
     };
-    let receiver = Receiver {
+    let receiver = StdioReceiver {
         name,
         process: guard,
         events,
@@ -124,9 +124,9 @@ pub async fn launch(
 
 /// Handle that ends the process when its last owner drops it.
 #[derive(Debug)]
-struct Guard(Arc<dyn ExecProcess>);
+struct ProcessGuard(Arc<dyn ExecProcess>);
 
-impl Drop for Guard {
+impl Drop for ProcessGuard {
     fn drop(&mut self) {
         let Ok(runtime) = tokio::runtime::Handle::try_current() else {
             return;
@@ -143,11 +143,11 @@ impl Drop for Guard {
 
 /// Sending half of the connection.
 #[derive(Debug)]
-pub struct Sender {
-    process: Arc<Guard>,
+pub struct StdioSender {
+    process: Arc<ProcessGuard>,
 }
 
-impl Sender {
+impl StdioSender {
     /// Sends one message. Waits until the server has accepted the previous message.
     ///
     /// # Errors
@@ -179,9 +179,9 @@ impl Sender {
 
 /// Receiving half of the connection.
 #[derive(Debug)]
-pub struct Receiver {
+pub struct StdioReceiver {
     name: String,
-    process: Arc<Guard>,
+    process: Arc<ProcessGuard>,
     events: ExecProcessEvents,
     stdout: LineBuffer,
     stderr: LineBuffer,
@@ -189,7 +189,7 @@ pub struct Receiver {
     ended: bool,
 }
 
-impl Receiver {
+impl StdioReceiver {
     /// Returns the next message, or `None` when the server has exited and all its output was read.
     ///
     /// Lines that are not JSON are logged and skipped. Cancel safe.
@@ -235,7 +235,7 @@ impl Receiver {
     fn take(&mut self, event: ExecProcessEvent) -> Result<(), StdioError> {
         match event {
             ExecProcessEvent::Output { stream, chunk, .. } => {
-                let is_log = stream == Stream::Stderr;
+                let is_log = stream == OutputStream::Stderr;
                 let lines = if is_log {
                     &mut self.stderr
                 } else {
@@ -369,9 +369,9 @@ mod tests {
         assert_eq!(lines.finish(), None);
     }
 
-    struct Source(Vec<ExecProcessEvent>);
+    struct StdoutSource(Vec<ExecProcessEvent>);
 
-    impl EventSource for Source {
+    impl EventSource for StdoutSource {
         fn recv(&mut self) -> BoxFuture<'_, Option<ExecProcessEvent>> {
             let next = self.0.pop();
             Box::pin(async { next })
@@ -379,7 +379,7 @@ mod tests {
     }
 
     /// Creates a receiver of these events; its process is arbitrary.
-    async fn received(mut events: Vec<ExecProcessEvent>) -> Receiver {
+    async fn received(mut events: Vec<ExecProcessEvent>) -> StdioReceiver {
         let executor = Executor::new(ExecutorConfig::default()).unwrap();
         let params = StartParams {
             process_id: "p".to_owned(),
@@ -389,10 +389,10 @@ mod tests {
         };
         let started = LocalBackend::new(executor).start(params).await.unwrap();
         events.reverse();
-        Receiver {
+        StdioReceiver {
             name: "test".to_owned(),
-            process: Arc::new(Guard(started.process)),
-            events: ExecProcessEvents::new(Source(events)),
+            process: Arc::new(ProcessGuard(started.process)),
+            events: ExecProcessEvents::new(StdoutSource(events)),
             stdout: LineBuffer::new(MAX_LINE_BYTES),
             stderr: LineBuffer::new(MAX_LOG_LINE_BYTES),
             exit_code: None,
@@ -400,7 +400,7 @@ mod tests {
         }
     }
 
-    fn output(seq: u64, stream: Stream, text: &'static [u8]) -> ExecProcessEvent {
+    fn output(seq: u64, stream: OutputStream, text: &'static [u8]) -> ExecProcessEvent {
         ExecProcessEvent::Output {
             seq,
             stream,
@@ -416,10 +416,10 @@ mod tests {
             bytes: Some(10),
         };
         let mut receiver = received(vec![
-            output(1, Stream::Stdout, b"{\"whole\":1}\n{\"half\":"),
-            output(2, Stream::Stderr, b"noise"),
+            output(1, OutputStream::Stdout, b"{\"whole\":1}\n{\"half\":"),
+            output(2, OutputStream::Stderr, b"noise"),
             gap,
-            output(4, Stream::Stdout, b"2}\n{\"next\":3}\n"),
+            output(4, OutputStream::Stdout, b"2}\n{\"next\":3}\n"),
         ])
         .await;
         let whole = receiver.recv().await.unwrap().unwrap();
@@ -434,8 +434,8 @@ mod tests {
     async fn log_line_over_the_limit_ends_the_connection() {
         static LONG: [u8; MAX_LOG_LINE_BYTES] = [b'x'; MAX_LOG_LINE_BYTES];
         let mut receiver = received(vec![
-            output(1, Stream::Stderr, &LONG),
-            output(2, Stream::Stderr, b"x"),
+            output(1, OutputStream::Stderr, &LONG),
+            output(2, OutputStream::Stderr, b"x"),
         ])
         .await;
         let error = receiver.recv().await.unwrap_err().to_string();

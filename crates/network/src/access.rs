@@ -15,8 +15,8 @@ use exec_server_protocol::network::{
 use http::Uri;
 
 use crate::BoxFuture;
-use crate::dial::{self, Outbound, Resolve};
-use crate::policy::{Policy, Reason, Target, Verdict, is_private};
+use crate::dial::{self, HostResolver, OutboundStream};
+use crate::policy::{AttemptTarget, BlockReason, HostPolicy, HostVerdict, is_private};
 
 /// The longest reason that is accepted from the client: 1 KiB.
 const MAX_REASON_BYTES: usize = 1024;
@@ -54,14 +54,14 @@ pub struct Decision {
 
 /// A refused connection attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Blocked {
+pub(crate) struct BlockedAttempt {
     pub(crate) outcome: PolicyOutcome,
     pub(crate) source: PolicySource,
     pub(crate) reason: String,
 }
 
-impl Blocked {
-    fn rule(source: PolicySource, reason: Reason) -> Self {
+impl BlockedAttempt {
+    fn rule(source: PolicySource, reason: BlockReason) -> Self {
         Self {
             outcome: PolicyOutcome::Deny,
             source,
@@ -100,14 +100,14 @@ impl Blocked {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Attempt<'a> {
     pub(crate) protocol: PolicyProtocol,
-    pub(crate) target: &'a Target,
+    pub(crate) target: &'a AttemptTarget,
     pub(crate) method: Option<&'a str>,
     pub(crate) client: SocketAddr,
 }
 
 /// How an allowed attempt is carried out.
 #[derive(Debug)]
-pub(crate) enum Route {
+pub(crate) enum AttemptRoute {
     /// Connect to one of these addresses; the list is not empty.
     Addresses(Vec<SocketAddr>),
     /// Connect through the upstream proxy of this machine.
@@ -121,11 +121,11 @@ pub(crate) enum Route {
 /// Access check for the connection attempts of one process.
 #[derive(Debug)]
 pub(crate) struct AccessCheck {
-    pub(crate) policy: Policy,
+    pub(crate) policy: HostPolicy,
     /// Whether the decider is called for hosts that no rule matches.
     pub(crate) asks_client: bool,
     pub(crate) decider: Arc<dyn PolicyDecider>,
-    pub(crate) resolver: Arc<dyn Resolve>,
+    pub(crate) resolver: Arc<dyn HostResolver>,
     /// Connector for the upstream proxy, if the process may use one.
     pub(crate) upstream: Option<Connector>,
 }
@@ -137,7 +137,7 @@ impl AccessCheck {
         &self,
         attempt: Attempt<'_>,
         resolve: bool,
-    ) -> Result<Route, Blocked> {
+    ) -> Result<AttemptRoute, BlockedAttempt> {
         let decided = self.decide(attempt, resolve).await;
         let decision = |outcome, source, scope, reason: &str, policy_override| Decision {
             scope,
@@ -180,21 +180,23 @@ impl AccessCheck {
         &self,
         attempt: Attempt<'_>,
         resolve: bool,
-    ) -> Result<(PolicySource, Route), Blocked> {
-        let guard = |reason| Blocked::rule(PolicySource::ModeGuard, reason);
-        let baseline = |reason| Blocked::rule(PolicySource::BaselinePolicy, reason);
+    ) -> Result<(PolicySource, AttemptRoute), BlockedAttempt> {
+        let guard = |reason| BlockedAttempt::rule(PolicySource::ModeGuard, reason);
+        let baseline = |reason| BlockedAttempt::rule(PolicySource::BaselinePolicy, reason);
         let socks = matches!(
             attempt.protocol,
             PolicyProtocol::Socks5Tcp | PolicyProtocol::Socks5Udp
         );
         if socks && !self.policy.allows_tunnels() {
-            return Err(guard(Reason::MethodNotAllowed));
+            return Err(guard(BlockReason::MethodNotAllowed));
         }
         let source = match self.policy.check(attempt.target) {
-            Verdict::Allow => PolicySource::BaselinePolicy,
-            Verdict::Deny(reason) => return Err(baseline(reason)),
-            Verdict::Miss if !self.asks_client => return Err(baseline(Reason::NotAllowed)),
-            Verdict::Miss => {
+            HostVerdict::Allow => PolicySource::BaselinePolicy,
+            HostVerdict::Deny(reason) => return Err(baseline(reason)),
+            HostVerdict::Miss if !self.asks_client => {
+                return Err(baseline(BlockReason::NotAllowed));
+            }
+            HostVerdict::Miss => {
                 let answer = self.decider.decide(wire(attempt)).await;
                 decision_of(answer)?;
                 PolicySource::Decider
@@ -206,25 +208,25 @@ impl AccessCheck {
                 self.policy.check_method(method).map_err(guard)?;
             }
             PolicyProtocol::HttpsConnect if !self.policy.allows_tunnels() => {
-                return Err(guard(Reason::MitmRequired));
+                return Err(guard(BlockReason::MitmRequired));
             }
             _ => {}
         }
         if !resolve {
-            return Ok((source, Route::NotResolved));
+            return Ok((source, AttemptRoute::NotResolved));
         }
         let proxy = self.proxy(attempt);
         let route = match dial::resolve(&*self.resolver, attempt.target).await {
             // Behind a mandatory proxy the local resolver often knows only internal names; the
             // proxy then resolves the name.
-            Err(error) => proxy.map_or(Route::Unresolved(error), Route::Proxy),
+            Err(error) => proxy.map_or(AttemptRoute::Unresolved(error), AttemptRoute::Proxy),
             Ok(found) => {
                 let checked = self.policy.check_addresses(attempt.target, found);
                 let addresses = checked.map_err(baseline)?;
                 let here = addresses.iter().any(|address| is_private(address.ip()));
                 match proxy {
-                    Some(uri) if !here => Route::Proxy(uri),
-                    _ => Route::Addresses(addresses),
+                    Some(uri) if !here => AttemptRoute::Proxy(uri),
+                    _ => AttemptRoute::Addresses(addresses),
                 }
             }
         };
@@ -249,20 +251,24 @@ impl AccessCheck {
     }
 
     /// Connects to an allowed host.
-    pub(crate) async fn reach(&self, route: Route) -> io::Result<Outbound> {
+    pub(crate) async fn reach(&self, route: AttemptRoute) -> io::Result<OutboundStream> {
         match (route, &self.upstream) {
-            (Route::Addresses(addresses), _) => {
-                dial::connect(&addresses).await.map(Outbound::Directly)
-            }
-            (Route::Proxy(uri), Some(connector)) => {
+            (AttemptRoute::Addresses(addresses), _) => dial::connect(&addresses)
+                .await
+                .map(OutboundStream::Directly),
+            (AttemptRoute::Proxy(uri), Some(connector)) => {
                 let reached = connector.connect_by_proxy(&uri).await;
-                reached.map(Outbound::ByProxy).map_err(io::Error::other)
+                reached
+                    .map(OutboundStream::ByProxy)
+                    .map_err(io::Error::other)
             }
-            (Route::Unresolved(error), _) => {
+            (AttemptRoute::Unresolved(error), _) => {
                 let why = format!("its name cannot be resolved: {error}");
                 Err(io::Error::new(io::ErrorKind::NotFound, why))
             }
-            (Route::Proxy(_) | Route::NotResolved, _) => Err(io::ErrorKind::NotFound.into()),
+            (AttemptRoute::Proxy(_) | AttemptRoute::NotResolved, _) => {
+                Err(io::ErrorKind::NotFound.into())
+            }
         }
     }
 }
@@ -277,7 +283,7 @@ fn wire(attempt: Attempt<'_>) -> PolicyTarget {
 
 /// Converts the client's answer; a reason that is empty, too long or has control characters is
 /// replaced.
-fn decision_of(answer: PolicyAnswer) -> Result<(), Blocked> {
+fn decision_of(answer: PolicyAnswer) -> Result<(), BlockedAttempt> {
     let (outcome, reason) = match answer {
         PolicyAnswer::Allow => return Ok(()),
         PolicyAnswer::Deny { reason } => (PolicyOutcome::Deny, reason),
@@ -285,9 +291,9 @@ fn decision_of(answer: PolicyAnswer) -> Result<(), Blocked> {
     };
     let odd = reason.len() > MAX_REASON_BYTES || reason.contains(|c: char| c.is_control());
     Err(if odd || reason.is_empty() {
-        Blocked::rule(PolicySource::Decider, Reason::NotAllowed)
+        BlockedAttempt::rule(PolicySource::Decider, BlockReason::NotAllowed)
     } else {
-        Blocked {
+        BlockedAttempt {
             outcome,
             source: PolicySource::Decider,
             reason,
@@ -300,7 +306,7 @@ pub(crate) mod tests {
     use std::collections::VecDeque;
     use std::sync::Mutex;
 
-    use exec_server_http::Rules;
+    use exec_server_http::HostRules;
     use exec_server_protocol::network::{DomainRule, ProxyMode, ProxySettings};
 
     use super::*;
@@ -339,7 +345,7 @@ pub(crate) mod tests {
         }
     }
 
-    impl Resolve for ScriptedResolver {
+    impl HostResolver for ScriptedResolver {
         fn resolve(&self, _: String, _: u16) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>> {
             let mut lists = self.0.lock().unwrap();
             let answer = if lists.len() > 1 {
@@ -370,7 +376,7 @@ pub(crate) mod tests {
     ) -> (AccessCheck, Arc<ScriptedDecider>) {
         let script = Arc::new(ScriptedDecider::default());
         let access = AccessCheck {
-            policy: Policy::new(settings, Arc::new(Rules::default_deny())).unwrap(),
+            policy: HostPolicy::new(settings, Arc::new(HostRules::default_deny())).unwrap(),
             asks_client,
             decider: Arc::clone(&script) as Arc<dyn PolicyDecider>,
             resolver: names,
@@ -383,8 +389,8 @@ pub(crate) mod tests {
         access: &AccessCheck,
         protocol: PolicyProtocol,
         host: &str,
-    ) -> Result<Route, Blocked> {
-        let target = Target::new(host, 443).unwrap();
+    ) -> Result<AttemptRoute, BlockedAttempt> {
+        let target = AttemptTarget::new(host, 443).unwrap();
         let method = match protocol {
             PolicyProtocol::Http => Some("POST"),
             PolicyProtocol::HttpsConnect => Some("CONNECT"),
@@ -404,7 +410,7 @@ pub(crate) mod tests {
         let names = ScriptedResolver::new(&[&["1.1.1.1:443"], &["127.0.0.1:443"]]);
         let (access, script) = access_check(&settings(&["ok.test"], &[]), names, false);
         let first = check(&access, PolicyProtocol::HttpsConnect, "ok.test").await;
-        let Ok(Route::Addresses(found)) = first else {
+        let Ok(AttemptRoute::Addresses(found)) = first else {
             panic!("{first:?}")
         };
         // The connection uses the checked address; the name is not resolved again.
@@ -508,7 +514,10 @@ pub(crate) mod tests {
             false,
         );
         let route = check(&access, PolicyProtocol::Http, "ok.test").await;
-        assert!(matches!(route, Ok(Route::Unresolved(_))), "{route:?}");
+        assert!(
+            matches!(route, Ok(AttemptRoute::Unresolved(_))),
+            "{route:?}"
+        );
         assert_eq!(
             script.reported.lock().unwrap()[0].outcome,
             PolicyOutcome::Allow

@@ -11,7 +11,7 @@ use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 
 use crate::BoxFuture;
-use crate::policy::Target;
+use crate::policy::AttemptTarget;
 
 /// Time limit for resolving one name.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -23,7 +23,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 const MAX_TRIED: usize = 4;
 
 /// A resolver of host names.
-pub trait Resolve: fmt::Debug + Send + Sync + 'static {
+pub trait HostResolver: fmt::Debug + Send + Sync + 'static {
     /// Returns all addresses of `name`, each with `port`.
     fn resolve(&self, name: String, port: u16) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>>;
 }
@@ -45,7 +45,7 @@ impl Default for SystemResolver {
     }
 }
 
-impl Resolve for SystemResolver {
+impl HostResolver for SystemResolver {
     fn resolve(&self, name: String, port: u16) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>> {
         let slots = Arc::clone(&self.slots);
         Box::pin(async move {
@@ -64,15 +64,15 @@ impl Resolve for SystemResolver {
 
 /// An established outgoing connection.
 #[derive(Debug)]
-pub(crate) enum Outbound {
+pub(crate) enum OutboundStream {
     Directly(TcpStream),
     ByProxy(ProxyStream),
 }
 
 /// Returns the addresses of a target; at least one.
 pub(crate) async fn resolve(
-    resolver: &dyn Resolve,
-    target: &Target,
+    resolver: &dyn HostResolver,
+    target: &AttemptTarget,
 ) -> io::Result<Vec<SocketAddr>> {
     let port = target.port;
     if let Some(address) = target.address() {

@@ -20,10 +20,10 @@ use tokio::net::TcpStream;
 use tokio::sync::Mutex;
 use tokio_util::task::TaskTracker;
 
-use crate::access::{Attempt, Blocked, Route};
-use crate::dial::Outbound;
-use crate::policy::Target;
-use crate::proxy::{Shared, carry};
+use crate::access::{Attempt, AttemptRoute, BlockedAttempt};
+use crate::dial::OutboundStream;
+use crate::policy::AttemptTarget;
+use crate::proxy::{ProxyShared, carry};
 
 /// The largest request head: 64 KiB.
 const MAX_HEAD_BYTES: usize = 64 * 1024;
@@ -41,11 +41,11 @@ const CONNECTION_HEADERS: &[&str] = &[
     "upgrade",
 ];
 
-type Body = Either<Full<Bytes>, Incoming>;
+type ProxyBody = Either<Full<Bytes>, Incoming>;
 
 /// A connection to a host or to an upstream proxy, kept for the next request.
 struct Upstream {
-    target: Target,
+    target: AttemptTarget,
     sender: SendRequest<Incoming>,
     /// Set if the connection ends at an upstream proxy; the value is its `proxy-authorization`
     /// header.
@@ -54,7 +54,7 @@ struct Upstream {
 
 /// One connection of the process to the proxy.
 struct HttpConnection {
-    shared: Arc<Shared>,
+    shared: Arc<ProxyShared>,
     client: SocketAddr,
     /// Never contended: requests of one connection are served one after the other.
     upstream: Mutex<Option<Upstream>>,
@@ -63,7 +63,7 @@ struct HttpConnection {
 }
 
 /// Serves one connection until it ends.
-pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream, client: SocketAddr) {
+pub(crate) async fn serve(shared: Arc<ProxyShared>, stream: TcpStream, client: SocketAddr) {
     let request_timeout = shared.config.request_timeout;
     let tunnels = TaskTracker::new();
     let http_connection = Arc::new(HttpConnection {
@@ -93,7 +93,7 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream, client: Socket
 }
 
 impl HttpConnection {
-    async fn answer(&self, request: Request<Incoming>) -> Response<Body> {
+    async fn answer(&self, request: Request<Incoming>) -> Response<ProxyBody> {
         if request.method() == Method::CONNECT {
             return self.connect(request).await;
         }
@@ -105,12 +105,12 @@ impl HttpConnection {
     }
 
     /// Handles `CONNECT`: opens a tunnel to the host.
-    async fn connect(&self, request: Request<Incoming>) -> Response<Body> {
+    async fn connect(&self, request: Request<Incoming>) -> Response<ProxyBody> {
         let authority = request.uri().authority();
         let Some((host, port)) = authority.and_then(|a| Some((a.host(), a.port_u16()?))) else {
             return plain(StatusCode::BAD_REQUEST, "CONNECT needs HOST:PORT");
         };
-        let Ok(target) = Target::new(host, port) else {
+        let Ok(target) = AttemptTarget::new(host, port) else {
             return plain(StatusCode::BAD_REQUEST, "the host is not valid");
         };
         let attempt = Attempt {
@@ -145,7 +145,11 @@ impl HttpConnection {
     }
 
     /// Forwards a plain request; only headers of this connection are changed.
-    async fn forward(&self, request: Request<Incoming>, target: Target) -> Response<Body> {
+    async fn forward(
+        &self,
+        request: Request<Incoming>,
+        target: AttemptTarget,
+    ) -> Response<ProxyBody> {
         let mut kept = self.upstream.lock().await;
         let reusable = kept
             .take()
@@ -206,10 +210,14 @@ impl HttpConnection {
         }
     }
 
-    async fn open(&self, route: Route, target: &Target) -> Result<Upstream, Box<Response<Body>>> {
+    async fn open(
+        &self,
+        route: AttemptRoute,
+        target: &AttemptTarget,
+    ) -> Result<Upstream, Box<Response<ProxyBody>>> {
         let (sender, proxy) = match self.reach(route, target).await? {
-            Outbound::Directly(stream) => (self.handshake(stream, target).await?, None),
-            Outbound::ByProxy(upstream) => {
+            OutboundStream::Directly(stream) => (self.handshake(stream, target).await?, None),
+            OutboundStream::ByProxy(upstream) => {
                 let proxy = upstream.absolute.then_some(upstream.authorization);
                 (self.handshake(upstream.io, target).await?, proxy)
             }
@@ -225,8 +233,8 @@ impl HttpConnection {
     async fn handshake(
         &self,
         io: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
-        target: &Target,
-    ) -> Result<SendRequest<Incoming>, Box<Response<Body>>> {
+        target: &AttemptTarget,
+    ) -> Result<SendRequest<Incoming>, Box<Response<ProxyBody>>> {
         let handshake = client::Builder::new()
             .preserve_header_case(true)
             .handshake(TokioIo::new(io));
@@ -242,7 +250,11 @@ impl HttpConnection {
     }
 
     /// Connects to an allowed host.
-    async fn reach(&self, route: Route, target: &Target) -> Result<Outbound, Box<Response<Body>>> {
+    async fn reach(
+        &self,
+        route: AttemptRoute,
+        target: &AttemptTarget,
+    ) -> Result<OutboundStream, Box<Response<ProxyBody>>> {
         self.shared.access.reach(route).await.map_err(|error| {
             let status = match error.kind() {
                 std::io::ErrorKind::TimedOut => StatusCode::GATEWAY_TIMEOUT,
@@ -255,15 +267,15 @@ impl HttpConnection {
 }
 
 /// Copies bytes between the process and the host.
-async fn tunnel(inside: impl AsyncRead + AsyncWrite + Unpin, outside: Outbound) {
+async fn tunnel(inside: impl AsyncRead + AsyncWrite + Unpin, outside: OutboundStream) {
     match outside {
-        Outbound::Directly(stream) => carry(inside, stream).await,
-        Outbound::ByProxy(upstream) => carry(inside, upstream.io).await,
+        OutboundStream::Directly(stream) => carry(inside, stream).await,
+        OutboundStream::ByProxy(upstream) => carry(inside, upstream.io).await,
     }
 }
 
 /// Returns the target of a plain request.
-fn target_of<B>(request: &Request<B>) -> Result<Target, &'static str> {
+fn target_of<B>(request: &Request<B>) -> Result<AttemptTarget, &'static str> {
     let uri = request.uri();
     let named = request.headers().get(header::HOST);
     let named = match named.map(|value| value.to_str().ok()?.parse::<Authority>().ok()) {
@@ -272,7 +284,7 @@ fn target_of<B>(request: &Request<B>) -> Result<Target, &'static str> {
     };
     let port = |authority: &Authority| authority.port_u16().unwrap_or(80);
     let target = |authority: &Authority| {
-        Target::new(authority.host(), port(authority)).map_err(|_| "the host is not valid")
+        AttemptTarget::new(authority.host(), port(authority)).map_err(|_| "the host is not valid")
     };
     match (uri.scheme_str(), uri.authority(), named) {
         (Some(scheme), ..) if !scheme.eq_ignore_ascii_case("http") => {
@@ -351,7 +363,7 @@ fn clean(headers: &mut HeaderMap) {
     }
 }
 
-fn respond(status: StatusCode, kind: &'static str, body: String) -> Response<Body> {
+fn respond(status: StatusCode, kind: &'static str, body: String) -> Response<ProxyBody> {
     let mut response = Response::new(Either::Left(Full::new(Bytes::from(body))));
     *response.status_mut() = status;
     let headers = response.headers_mut();
@@ -359,12 +371,16 @@ fn respond(status: StatusCode, kind: &'static str, body: String) -> Response<Bod
     response
 }
 
-fn plain(status: StatusCode, why: &str) -> Response<Body> {
+fn plain(status: StatusCode, why: &str) -> Response<ProxyBody> {
     respond(status, "text/plain", format!("{why}\n"))
 }
 
 /// Returns the response for a refused attempt.
-fn refuse(blocked: &Blocked, target: &Target, protocol: PolicyProtocol) -> Response<Body> {
+fn refuse(
+    blocked: &BlockedAttempt,
+    target: &AttemptTarget,
+    protocol: PolicyProtocol,
+) -> Response<ProxyBody> {
     let mut response = if protocol == PolicyProtocol::HttpsConnect {
         plain(StatusCode::FORBIDDEN, blocked.message())
     } else {

@@ -6,7 +6,7 @@
 //!                                                                   │ rules (policy), resolved
 //!                                                                   │ addresses, client's decision
 //! ```
-//! Contains the meaning of a launch object ([`Plan`]), the decisions ([`policy`], [`access`]) and
+//! Contains the meaning of a launch object ([`NetworkPlan`]), the decisions ([`policy`], [`access`]) and
 //! the proxy itself. Sessions and connections to clients are handled in `service`, which provides
 //! listeners and a [`PolicyDecider`]. Dropping the [`Proxy`] ends every connection through it.
 
@@ -23,9 +23,9 @@ mod udp;
 mod variables;
 
 pub use access::{Decision, PolicyDecider};
-pub use dial::{Resolve, SystemResolver};
+pub use dial::{HostResolver, SystemResolver};
 pub use managed::ProcessNetwork;
-pub use plan::{BoundListeners, ListenerPorts, Plan, PlanError};
-pub use proxy::{Proxy, ProxyConfig, Sockets};
+pub use plan::{BoundListeners, ListenerPorts, NetworkPlan, NetworkPlanError};
+pub use proxy::{Proxy, ProxyConfig, ProxySockets};
 
 pub use futures_util::future::BoxFuture;

@@ -3,18 +3,18 @@
 use std::io;
 use std::sync::Arc;
 
-use exec_server_executor::{PrivateNetwork, Process, Spec, StartError};
+use exec_server_executor::{PrivateNetwork, Process, ProcessSpec, StartError};
 use exec_server_http::HttpClient;
 use exec_server_protocol::process::StartParams;
 
 use crate::access::PolicyDecider;
-use crate::plan::{BoundListeners, Plan};
+use crate::plan::{BoundListeners, NetworkPlan};
 use crate::proxy::Proxy;
 
 /// Managed network of a process that is about to start.
 #[derive(Debug)]
 pub struct ProcessNetwork {
-    plan: Plan,
+    plan: NetworkPlan,
     /// Listeners on this machine, if the process has no own network namespace.
     here: Option<BoundListeners>,
 }
@@ -28,10 +28,10 @@ impl ProcessNetwork {
     /// The settings are not valid; the process must not be started.
     pub fn prepare(
         params: &StartParams,
-        spec: &mut Spec,
+        spec: &mut ProcessSpec,
         http: &HttpClient,
     ) -> Result<Option<Self>, StartError> {
-        let plan = Plan::of(params, &spec.env, http)
+        let plan = NetworkPlan::of(params, &spec.env, http)
             .map_err(|error| StartError::Refused(error.to_string()))?;
         let Some(plan) = plan else {
             return Ok(None);

@@ -17,8 +17,8 @@ use exec_server_protocol::process::StartParams;
 use crate::access::{AccessCheck, PolicyDecider};
 use crate::bridge;
 use crate::dial::SystemResolver;
-use crate::policy::Policy;
-use crate::proxy::{Proxy, ProxyConfig, Sockets};
+use crate::policy::HostPolicy;
+use crate::proxy::{Proxy, ProxyConfig, ProxySockets};
 use crate::variables;
 
 /// Port of the proxy in a network namespace, where every port is free.
@@ -40,7 +40,7 @@ const MAX_BRIDGES: usize = 16;
 /// A launch object that is not valid or cannot be satisfied.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum PlanError {
+pub enum NetworkPlanError {
     /// The proxy's settings are not valid.
     #[error("invalid network proxy config: {0}")]
     Config(String),
@@ -80,8 +80,8 @@ pub struct BoundListeners {
 
 /// Network plan of one process.
 #[derive(Debug)]
-pub struct Plan {
-    kind: PlanKind,
+pub struct NetworkPlan {
+    kind: NetworkPlanKind,
     /// Whether the process must have no other network access.
     enforced: bool,
     /// Whether the process may use every unix socket that it can see.
@@ -89,9 +89,9 @@ pub struct Plan {
 }
 
 #[derive(Debug)]
-enum PlanKind {
+enum NetworkPlanKind {
     Proxy {
-        policy: Policy,
+        policy: HostPolicy,
         socks: bool,
         udp: bool,
         allow_local: bool,
@@ -102,7 +102,7 @@ enum PlanKind {
     Bridge(Vec<u16>),
 }
 
-impl Plan {
+impl NetworkPlan {
     /// Parses the network settings of a request; `None` if it has none. `env` is the child's
     /// environment; `http` provides the server's rules and upstream proxies.
     ///
@@ -113,7 +113,7 @@ impl Plan {
         params: &StartParams,
         env: &BTreeMap<String, String>,
         http: &HttpClient,
-    ) -> Result<Option<Self>, PlanError> {
+    ) -> Result<Option<Self>, NetworkPlanError> {
         let enforced = params.enforce_managed_network;
         let managed = params.managed_network.as_ref();
         let kind = match &params.network_proxy {
@@ -121,9 +121,9 @@ impl Plan {
             None if enforced => {
                 let ports = variables::local_ports(env);
                 match ports.len() {
-                    0 => return Err(PlanError::NoProxy),
-                    1..=MAX_BRIDGES => PlanKind::Bridge(ports),
-                    many => return Err(PlanError::TooManyProxies(many)),
+                    0 => return Err(NetworkPlanError::NoProxy),
+                    1..=MAX_BRIDGES => NetworkPlanKind::Bridge(ports),
+                    many => return Err(NetworkPlanError::TooManyProxies(many)),
                 }
             }
             None => return Ok(None),
@@ -148,17 +148,17 @@ impl Plan {
     /// Time limit for one decision of the client; `None` if the client is not called.
     pub fn decision_timeout(&self) -> Option<Duration> {
         match &self.kind {
-            PlanKind::Proxy {
+            NetworkPlanKind::Proxy {
                 decision_timeout, ..
             } => *decision_timeout,
-            PlanKind::Bridge(_) => None,
+            NetworkPlanKind::Bridge(_) => None,
         }
     }
 
     /// Returns the ports that the plan needs in a network namespace of the process.
     pub fn listener_ports(&self) -> ListenerPorts {
         match &self.kind {
-            PlanKind::Proxy { socks, udp, .. } => ListenerPorts {
+            NetworkPlanKind::Proxy { socks, udp, .. } => ListenerPorts {
                 tcp: if *socks {
                     vec![HTTP_PORT, SOCKS_PORT]
                 } else {
@@ -170,7 +170,7 @@ impl Plan {
                     Vec::new()
                 },
             },
-            PlanKind::Bridge(ports) => ListenerPorts {
+            NetworkPlanKind::Bridge(ports) => ListenerPorts {
                 tcp: ports.clone(),
                 udp: Vec::new(),
             },
@@ -195,7 +195,7 @@ impl Plan {
 
     /// Sets the process's proxy variables to the planned ports, or to those of `here`.
     pub fn set_variables(&self, env: &mut BTreeMap<String, String>, here: Option<&BoundListeners>) {
-        let PlanKind::Proxy { allow_local, .. } = &self.kind else {
+        let NetworkPlanKind::Proxy { allow_local, .. } = &self.kind else {
             return;
         };
         let ports = match here {
@@ -230,8 +230,8 @@ impl Plan {
             return Err(io::Error::other("the listeners do not match the plan"));
         }
         match self.kind {
-            PlanKind::Bridge(ports) => bridge::serve(binding.tcp.into_iter().zip(ports)),
-            PlanKind::Proxy {
+            NetworkPlanKind::Bridge(ports) => bridge::serve(binding.tcp.into_iter().zip(ports)),
+            NetworkPlanKind::Proxy {
                 policy,
                 decision_timeout,
                 upstream,
@@ -241,7 +241,7 @@ impl Plan {
                 let http = tcp
                     .next()
                     .ok_or_else(|| io::Error::other("the HTTP listener is missing"))?;
-                let sockets = Sockets {
+                let sockets = ProxySockets {
                     http,
                     socks: tcp.next(),
                     udp: binding.udp.into_iter().next(),
@@ -263,9 +263,9 @@ fn proxy_of(
     launch: &NetworkProxy,
     process_id: &str,
     http: &HttpClient,
-) -> Result<PlanKind, PlanError> {
+) -> Result<NetworkPlanKind, NetworkPlanError> {
     let settings = &launch.proxy;
-    let config = |text: &str| PlanError::Config(text.to_owned());
+    let config = |text: &str| NetworkPlanError::Config(text.to_owned());
     if !settings.enabled {
         return Err(config(
             "executor-local network proxy launch requires an enabled proxy",
@@ -279,9 +279,9 @@ fn proxy_of(
     }
     let decision_timeout = match launch.policy_decision_timeout_ms {
         None => None,
-        Some(0) => return Err(PlanError::ZeroTimeout),
+        Some(0) => return Err(NetworkPlanError::ZeroTimeout),
         Some(_) if !(1..=MAX_PROCESS_ID_BYTES).contains(&process_id.len()) => {
-            return Err(PlanError::ProcessId(process_id.len()));
+            return Err(NetworkPlanError::ProcessId(process_id.len()));
         }
         Some(millis) => {
             let time = Duration::from_millis(millis).min(MAX_ANSWER_TIME);
@@ -289,9 +289,9 @@ fn proxy_of(
         }
     };
     let connector = http.connector();
-    let policy = Policy::new(settings, Arc::clone(connector.rules()))
-        .map_err(|error| PlanError::Config(error.to_string()))?;
-    Ok(PlanKind::Proxy {
+    let policy = HostPolicy::new(settings, Arc::clone(connector.rules()))
+        .map_err(|error| NetworkPlanError::Config(error.to_string()))?;
+    Ok(NetworkPlanKind::Proxy {
         policy,
         socks: settings.enable_socks5,
         udp: settings.enable_socks5_udp,
@@ -329,9 +329,9 @@ mod tests {
         params
     }
 
-    fn plan(params: &StartParams) -> Result<Option<Plan>, PlanError> {
+    fn plan(params: &StartParams) -> Result<Option<NetworkPlan>, NetworkPlanError> {
         let http = HttpClient::new(HttpConfig::default());
-        Plan::of(params, &params.env, &http)
+        NetworkPlan::of(params, &params.env, &http)
     }
 
     #[test]
@@ -393,14 +393,14 @@ mod tests {
             enforce_managed_network: true,
             ..StartParams::default()
         };
-        assert_eq!(plan(&params).unwrap_err(), PlanError::NoProxy);
+        assert_eq!(plan(&params).unwrap_err(), NetworkPlanError::NoProxy);
         let set = |params: &mut StartParams, value: &str| {
             params
                 .env
                 .insert("HTTPS_PROXY".to_owned(), value.to_owned());
         };
         set(&mut params, "http://proxy.test:3128");
-        assert_eq!(plan(&params).unwrap_err(), PlanError::NoProxy);
+        assert_eq!(plan(&params).unwrap_err(), NetworkPlanError::NoProxy);
         set(&mut params, "http://127.0.0.1:3128");
         let bridge = plan(&params).unwrap().unwrap();
         assert_eq!(bridge.listener_ports().tcp, [3128]);

@@ -8,7 +8,7 @@ use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, LazyLock};
 
-use exec_server_http::rules::{Rule, Rules, equivalent_addresses};
+use exec_server_http::rules::{HostRule, HostRules, equivalent_addresses};
 use exec_server_protocol::network::{DomainRule, ProxyMode, ProxySettings};
 use ipnet::IpNet;
 use url::Host;
@@ -65,7 +65,7 @@ const MAX_HOST_BYTES: usize = 253;
 
 /// Host and port of a connection attempt.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Target {
+pub struct AttemptTarget {
     host: Host<String>,
     /// TCP or UDP port.
     pub port: u16,
@@ -76,7 +76,7 @@ pub struct Target {
 #[error("the host is neither a name nor an address")]
 pub struct InvalidHost;
 
-impl Target {
+impl AttemptTarget {
     /// Parses a host as browsers do: numbers in any base and of any length are IPv4 addresses, and
     /// so are IPv4-mapped IPv6 addresses.
     ///
@@ -159,7 +159,7 @@ impl Target {
     }
 }
 
-impl fmt::Display for Target {
+impl fmt::Display for AttemptTarget {
     /// Writes `HOST:PORT`, with brackets around an IPv6 address.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.host, self.port)
@@ -168,7 +168,7 @@ impl fmt::Display for Target {
 
 /// Why an attempt is denied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reason {
+pub enum BlockReason {
     /// No rule allows the host.
     NotAllowed,
     /// A rule denies the host.
@@ -181,7 +181,7 @@ pub enum Reason {
     MitmRequired,
 }
 
-impl Reason {
+impl BlockReason {
     /// Returns the name on the wire.
     pub fn name(self) -> &'static str {
         match self {
@@ -196,11 +196,11 @@ impl Reason {
 
 /// Result of checking a target against the rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub enum HostVerdict {
     /// A rule allows the host.
     Allow,
     /// A rule denies the host; the client cannot override it.
-    Deny(Reason),
+    Deny(BlockReason),
     /// No rule matches; the client may allow the host.
     Miss,
 }
@@ -212,31 +212,33 @@ pub struct PatternError(String);
 
 /// Rules about the hosts that one process may reach.
 #[derive(Debug, Clone)]
-pub struct Policy {
-    allow: Vec<Rule>,
-    deny: Vec<Rule>,
+pub struct HostPolicy {
+    allow: Vec<HostRule>,
+    deny: Vec<HostRule>,
     /// Hosts that always count as a miss, even if a rule allows them.
-    review: Vec<Rule>,
+    review: Vec<HostRule>,
     allow_local: bool,
     mode: ProxyMode,
     /// Rules of the server's operator, which the client cannot override.
-    server: Arc<Rules>,
+    server: Arc<HostRules>,
 }
 
-impl Policy {
+impl HostPolicy {
     /// Creates the policy of a proxy; `server` are the rules of the server's operator.
     ///
     /// # Errors
     ///
     /// A pattern is not valid; the error names it.
-    pub fn new(settings: &ProxySettings, server: Arc<Rules>) -> Result<Self, PatternError> {
-        let rule = |text: &str| -> Result<Rule, PatternError> {
+    pub fn new(settings: &ProxySettings, server: Arc<HostRules>) -> Result<Self, PatternError> {
+        let rule = |text: &str| -> Result<HostRule, PatternError> {
             let wrong = || PatternError(text.to_owned());
-            match text.trim().parse::<Rule>() {
-                Ok(Rule::Range(range)) if range.prefix_len() != range.max_prefix_len() => {
+            match text.trim().parse::<HostRule>() {
+                Ok(HostRule::Range(range)) if range.prefix_len() != range.max_prefix_len() => {
                     Err(wrong())
                 }
-                Ok(Rule::Range(range)) => Ok(Rule::Range(range.addr().to_canonical().into())),
+                Ok(HostRule::Range(range)) => {
+                    Ok(HostRule::Range(range.addr().to_canonical().into()))
+                }
                 Ok(rule) => Ok(rule),
                 Err(_) => Err(wrong()),
             }
@@ -261,18 +263,18 @@ impl Policy {
     }
 
     /// Checks a target before its name is resolved.
-    pub fn check(&self, target: &Target) -> Verdict {
+    pub fn check(&self, target: &AttemptTarget) -> HostVerdict {
         if matches(&self.deny, target) || self.server.check_host(&target.borrowed()).is_err() {
-            return Verdict::Deny(Reason::Denied);
+            return HostVerdict::Deny(BlockReason::Denied);
         }
         let local = target.is_local_name() || target.address().is_some_and(is_private);
         if local && !self.allow_local && !self.names_exactly(target) {
-            return Verdict::Deny(Reason::NotAllowedLocal);
+            return HostVerdict::Deny(BlockReason::NotAllowedLocal);
         }
         if matches(&self.allow, target) && !matches(&self.review, target) {
-            Verdict::Allow
+            HostVerdict::Allow
         } else {
-            Verdict::Miss
+            HostVerdict::Miss
         }
     }
 
@@ -286,26 +288,27 @@ impl Policy {
     /// An address is denied.
     pub fn check_addresses(
         &self,
-        target: &Target,
+        target: &AttemptTarget,
         addresses: Vec<SocketAddr>,
-    ) -> Result<Vec<SocketAddr>, Reason> {
+    ) -> Result<Vec<SocketAddr>, BlockReason> {
         let Some(name) = target.name() else {
             // An address literal was checked by `check`, and resolving returns the literal itself.
             return Ok(addresses);
         };
         for address in &addresses {
-            let denied = |rule: &Rule| !matches!(rule, Rule::Any) && covers(rule, address.ip());
+            let denied =
+                |rule: &HostRule| !matches!(rule, HostRule::Any) && covers(rule, address.ip());
             if self.deny.iter().any(denied) {
-                return Err(Reason::Denied);
+                return Err(BlockReason::Denied);
             }
             let private = is_private(address.ip()) && !self.allow_local;
             if private && !(target.is_local_name() && address.ip().is_loopback()) {
-                return Err(Reason::NotAllowedLocal);
+                return Err(BlockReason::NotAllowedLocal);
             }
         }
         self.server
             .filter(name, addresses)
-            .map_err(|_| Reason::Denied)
+            .map_err(|_| BlockReason::Denied)
     }
 
     /// Checks the method of a plain request against the mode.
@@ -313,10 +316,10 @@ impl Policy {
     /// # Errors
     ///
     /// The mode does not allow the method.
-    pub fn check_method(&self, method: &str) -> Result<(), Reason> {
+    pub fn check_method(&self, method: &str) -> Result<(), BlockReason> {
         match (self.mode, method) {
             (ProxyMode::Full, _) | (ProxyMode::Limited, "GET" | "HEAD" | "OPTIONS") => Ok(()),
-            (ProxyMode::Limited, _) => Err(Reason::MethodNotAllowed),
+            (ProxyMode::Limited, _) => Err(BlockReason::MethodNotAllowed),
         }
     }
 
@@ -326,23 +329,23 @@ impl Policy {
     }
 
     /// Whether a rule allows exactly this name or address, not by a pattern.
-    fn names_exactly(&self, target: &Target) -> bool {
+    fn names_exactly(&self, target: &AttemptTarget) -> bool {
         self.allow.iter().any(|rule| match rule {
-            Rule::Name(name) => target.name().is_some_and(|n| n.eq_ignore_ascii_case(name)),
-            Rule::Range(_) => target.address().is_some_and(|ip| rule.covers(ip)),
-            Rule::Any | Rule::Subdomains { .. } => false,
+            HostRule::Name(name) => target.name().is_some_and(|n| n.eq_ignore_ascii_case(name)),
+            HostRule::Range(_) => target.address().is_some_and(|ip| rule.covers(ip)),
+            HostRule::Any | HostRule::Subdomains { .. } => false,
         })
     }
 }
 
 /// Whether a rule matches an address, or the IPv4 address that it embeds.
-fn covers(rule: &Rule, address: IpAddr) -> bool {
+fn covers(rule: &HostRule, address: IpAddr) -> bool {
     equivalent_addresses(address)
         .into_iter()
         .any(|form| rule.covers(form))
 }
 
-fn matches(rules: &[Rule], target: &Target) -> bool {
+fn matches(rules: &[HostRule], target: &AttemptTarget) -> bool {
     rules.iter().any(|rule| match target.address() {
         Some(address) => covers(rule, address),
         None => target.name().is_some_and(|name| rule.names(name)),
@@ -353,11 +356,11 @@ fn matches(rules: &[Rule], target: &Target) -> bool {
 mod tests {
     use super::*;
 
-    fn policy(allow: &[&str], deny: &[&str]) -> Policy {
+    fn policy(allow: &[&str], deny: &[&str]) -> HostPolicy {
         with(allow, deny, |_| {})
     }
 
-    fn with(allow: &[&str], deny: &[&str], set: impl FnOnce(&mut ProxySettings)) -> Policy {
+    fn with(allow: &[&str], deny: &[&str], set: impl FnOnce(&mut ProxySettings)) -> HostPolicy {
         let each = |texts: &[&str], says| {
             let texts = texts.iter().map(|&text| (text.to_owned(), says));
             texts.collect::<Vec<_>>()
@@ -371,11 +374,11 @@ mod tests {
             ..ProxySettings::default()
         };
         set(&mut settings);
-        Policy::new(&settings, Arc::new(Rules::default_deny())).unwrap()
+        HostPolicy::new(&settings, Arc::new(HostRules::default_deny())).unwrap()
     }
 
-    fn target(host: &str) -> Target {
-        Target::new(host, 80).unwrap()
+    fn target(host: &str) -> AttemptTarget {
+        AttemptTarget::new(host, 80).unwrap()
     }
 
     fn addresses(texts: &[&str]) -> Vec<SocketAddr> {
@@ -383,8 +386,8 @@ mod tests {
         texts.iter().map(socket).collect()
     }
 
-    const LOCAL: Verdict = Verdict::Deny(Reason::NotAllowedLocal);
-    const DENIED: Verdict = Verdict::Deny(Reason::Denied);
+    const LOCAL: HostVerdict = HostVerdict::Deny(BlockReason::NotAllowedLocal);
+    const DENIED: HostVerdict = HostVerdict::Deny(BlockReason::Denied);
 
     #[test]
     fn private_ranges_cover_their_first_and_last_address() {
@@ -454,7 +457,7 @@ mod tests {
             "1.2.3.256",
             &long,
         ] {
-            assert_eq!(Target::new(odd, 1), Err(InvalidHost), "{odd:?}");
+            assert_eq!(AttemptTarget::new(odd, 1), Err(InvalidHost), "{odd:?}");
         }
         assert_eq!(target("[::1]").to_string(), "[::1]:80");
     }
@@ -476,7 +479,11 @@ mod tests {
             "134744072",
             "::ffff:8.8.8.8",
         ] {
-            assert_eq!(policy.check(&target(allowed)), Verdict::Allow, "{allowed}");
+            assert_eq!(
+                policy.check(&target(allowed)),
+                HostVerdict::Allow,
+                "{allowed}"
+            );
         }
         for missed in [
             "other.test",
@@ -485,7 +492,7 @@ mod tests {
             "ok.test.evil",
             "8.8.4.4",
         ] {
-            assert_eq!(policy.check(&target(missed)), Verdict::Miss, "{missed}");
+            assert_eq!(policy.check(&target(missed)), HostVerdict::Miss, "{missed}");
         }
         for denied in [
             "bad.below.test",
@@ -519,7 +526,7 @@ mod tests {
             "localhost",
             "LOCALHOST.",
         ] {
-            assert_eq!(policy.check(&target(named)), Verdict::Allow, "{named}");
+            assert_eq!(policy.check(&target(named)), HostVerdict::Allow, "{named}");
         }
         // The server's rules hold even if the client's rules name the host.
         let named = self::policy(&["169.254.169.254"], &[]);
@@ -538,15 +545,15 @@ mod tests {
             &["::ffff:10.0.0.1"],
         ] {
             let checked = policy.check_addresses(&ok, addresses(private));
-            assert_eq!(checked, Err(Reason::NotAllowedLocal), "{private:?}");
+            assert_eq!(checked, Err(BlockReason::NotAllowedLocal), "{private:?}");
         }
         let denied = policy.check_addresses(&ok, addresses(&["9.9.9.9"]));
-        assert_eq!(denied, Err(Reason::Denied));
+        assert_eq!(denied, Err(BlockReason::Denied));
         let here = addresses(&["127.0.0.1", "::1"]);
         let localhost = target("localhost");
         assert_eq!(policy.check_addresses(&localhost, here.clone()), Ok(here));
         let odd = policy.check_addresses(&localhost, addresses(&["10.0.0.1"]));
-        assert_eq!(odd, Err(Reason::NotAllowedLocal));
+        assert_eq!(odd, Err(BlockReason::NotAllowedLocal));
     }
 
     #[test]
@@ -554,15 +561,15 @@ mod tests {
         let policy = with(&["**.ok.test", "10.0.0.1"], &["127.0.0.2"], |settings| {
             settings.allow_local_binding = true;
         });
-        assert_eq!(policy.check(&target("10.0.0.1")), Verdict::Allow);
-        assert_eq!(policy.check(&target("127.0.0.1")), Verdict::Miss);
+        assert_eq!(policy.check(&target("10.0.0.1")), HostVerdict::Allow);
+        assert_eq!(policy.check(&target("127.0.0.1")), HostVerdict::Miss);
         assert_eq!(policy.check(&target("127.0.0.2")), DENIED);
         let inside = addresses(&["10.0.0.9"]);
         let ok = target("ok.test");
         assert_eq!(policy.check_addresses(&ok, inside.clone()), Ok(inside));
         // Addresses that the server denies stay denied.
         let link = policy.check_addresses(&ok, addresses(&["169.254.169.254"]));
-        assert_eq!(link, Err(Reason::Denied));
+        assert_eq!(link, Err(BlockReason::Denied));
     }
 
     #[test]
@@ -571,11 +578,17 @@ mod tests {
             settings.mode = ProxyMode::Limited;
             settings.review_domains = Some(vec!["*.look.test".to_owned()]);
         });
-        assert_eq!(policy.check(&target("a.look.test")), Verdict::Miss);
-        assert_eq!(policy.check(&target("look.test")), Verdict::Allow);
+        assert_eq!(policy.check(&target("a.look.test")), HostVerdict::Miss);
+        assert_eq!(policy.check(&target("look.test")), HostVerdict::Allow);
         assert_eq!(policy.check_method("HEAD"), Ok(()));
-        assert_eq!(policy.check_method("POST"), Err(Reason::MethodNotAllowed));
-        assert_eq!(policy.check_method("get"), Err(Reason::MethodNotAllowed));
+        assert_eq!(
+            policy.check_method("POST"),
+            Err(BlockReason::MethodNotAllowed)
+        );
+        assert_eq!(
+            policy.check_method("get"),
+            Err(BlockReason::MethodNotAllowed)
+        );
         assert!(!policy.allows_tunnels());
     }
 
@@ -586,7 +599,7 @@ mod tests {
                 domains: Some([(odd.to_owned(), DomainRule::Allow)].into()),
                 ..ProxySettings::default()
             };
-            let error = Policy::new(&settings, Arc::default()).unwrap_err();
+            let error = HostPolicy::new(&settings, Arc::default()).unwrap_err();
             assert_eq!(error, PatternError(odd.to_owned()));
         }
     }

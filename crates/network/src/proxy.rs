@@ -43,7 +43,7 @@ impl Default for ProxyConfig {
 
 /// Listening sockets of a proxy.
 #[derive(Debug)]
-pub struct Sockets {
+pub struct ProxySockets {
     /// HTTP listener.
     pub http: TcpListener,
     /// SOCKS5 listener.
@@ -62,13 +62,13 @@ pub struct Proxy {
 
 /// State that all connections of a proxy share.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct ProxyShared {
     pub(crate) access: AccessCheck,
     pub(crate) config: ProxyConfig,
     pub(crate) closed: CancellationToken,
 }
 
-impl Shared {
+impl ProxyShared {
     /// Spawns a task that is cancelled when the proxy ends.
     pub(crate) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         spawn(self.closed.clone(), work);
@@ -97,11 +97,11 @@ impl Proxy {
     pub(crate) fn start(
         config: ProxyConfig,
         access: AccessCheck,
-        sockets: Sockets,
+        sockets: ProxySockets,
     ) -> io::Result<Self> {
         let mut proxy = Self::empty();
         proxy.max_connections = config.max_connections;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ProxyShared {
             access,
             config,
             closed: proxy.closed.clone(),
@@ -113,7 +113,7 @@ impl Proxy {
         if let Some(listener) = sockets.socks {
             let relay = match sockets.udp {
                 None => None,
-                Some(socket) => Some(udp::Relay::start(&shared, socket)?),
+                Some(socket) => Some(udp::DatagramRelay::start(&shared, socket)?),
             };
             proxy.listen(listener, move |stream, client| {
                 socks::serve(Arc::clone(&shared), relay.clone(), stream, client)

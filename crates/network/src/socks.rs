@@ -13,10 +13,10 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
 use crate::access::Attempt;
-use crate::dial::Outbound;
-use crate::policy::Target;
-use crate::proxy::{Shared, carry};
-use crate::udp::Relay;
+use crate::dial::OutboundStream;
+use crate::policy::AttemptTarget;
+use crate::proxy::{ProxyShared, carry};
+use crate::udp::DatagramRelay;
 
 const VERSION: u8 = 5;
 const NO_AUTHENTICATION: u8 = 0;
@@ -32,7 +32,7 @@ const IPV6: u8 = 4;
 /// Reply code of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-enum Reply {
+enum SocksReply {
     Succeeded = 0,
     Failed = 1,
     NotAllowed = 2,
@@ -55,20 +55,20 @@ enum SocksError {
     Method,
     /// The reply code to send.
     #[error("the request is malformed or not supported")]
-    Request(Reply),
+    Request(SocksReply),
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Request {
-    Connect(Target),
+enum SocksRequest {
+    Connect(AttemptTarget),
     /// The address in the request is ignored: every datagram on the socket is from the process.
     Associate,
 }
 
 /// Serves one connection until it ends.
 pub(crate) async fn serve(
-    shared: Arc<Shared>,
-    relay: Option<Arc<Relay>>,
+    shared: Arc<ProxyShared>,
+    relay: Option<Arc<DatagramRelay>>,
     mut stream: TcpStream,
     client: SocketAddr,
 ) {
@@ -85,16 +85,21 @@ pub(crate) async fn serve(
         Err(_) => return,
     };
     match (request, relay) {
-        (Request::Connect(target), _) => connect(&shared, stream, client, &target).await,
-        (Request::Associate, Some(relay)) => relay.associate(stream).await,
-        (Request::Associate, None) => {
-            let reply = encode_reply(Reply::CommandUnknown, unspecified());
+        (SocksRequest::Connect(target), _) => connect(&shared, stream, client, &target).await,
+        (SocksRequest::Associate, Some(relay)) => relay.associate(stream).await,
+        (SocksRequest::Associate, None) => {
+            let reply = encode_reply(SocksReply::CommandUnknown, unspecified());
             let _ = stream.write_all(&reply).await;
         }
     }
 }
 
-async fn connect(shared: &Shared, mut stream: TcpStream, client: SocketAddr, target: &Target) {
+async fn connect(
+    shared: &ProxyShared,
+    mut stream: TcpStream,
+    client: SocketAddr,
+    target: &AttemptTarget,
+) {
     let attempt = Attempt {
         protocol: PolicyProtocol::Socks5Tcp,
         target,
@@ -102,7 +107,7 @@ async fn connect(shared: &Shared, mut stream: TcpStream, client: SocketAddr, tar
         client,
     };
     let reached = match shared.access.check(attempt, true).await {
-        Err(_) => Err(Reply::NotAllowed),
+        Err(_) => Err(SocksReply::NotAllowed),
         Ok(route) => {
             let reached = shared.access.reach(route).await;
             reached.map_err(|error| reply_to(&error))
@@ -114,35 +119,35 @@ async fn connect(shared: &Shared, mut stream: TcpStream, client: SocketAddr, tar
         }
         Ok(outside) => {
             let from = match &outside {
-                Outbound::Directly(stream) => stream.local_addr().ok(),
-                Outbound::ByProxy(_) => None,
+                OutboundStream::Directly(stream) => stream.local_addr().ok(),
+                OutboundStream::ByProxy(_) => None,
             };
-            let reply = encode_reply(Reply::Succeeded, from.unwrap_or_else(unspecified));
+            let reply = encode_reply(SocksReply::Succeeded, from.unwrap_or_else(unspecified));
             if stream.write_all(&reply).await.is_err() {
                 return;
             }
             match outside {
-                Outbound::Directly(outside) => carry(stream, outside).await,
-                Outbound::ByProxy(upstream) => carry(stream, upstream.io).await,
+                OutboundStream::Directly(outside) => carry(stream, outside).await,
+                OutboundStream::ByProxy(upstream) => carry(stream, upstream.io).await,
             }
         }
     }
 }
 
-fn reply_to(error: &io::Error) -> Reply {
+fn reply_to(error: &io::Error) -> SocksReply {
     match error.kind() {
-        io::ErrorKind::ConnectionRefused => Reply::Refused,
-        io::ErrorKind::NetworkUnreachable => Reply::NetworkUnreachable,
-        io::ErrorKind::HostUnreachable | io::ErrorKind::NotFound => Reply::HostUnreachable,
-        io::ErrorKind::TimedOut => Reply::TimedOut,
-        _ => Reply::Failed,
+        io::ErrorKind::ConnectionRefused => SocksReply::Refused,
+        io::ErrorKind::NetworkUnreachable => SocksReply::NetworkUnreachable,
+        io::ErrorKind::HostUnreachable | io::ErrorKind::NotFound => SocksReply::HostUnreachable,
+        io::ErrorKind::TimedOut => SocksReply::TimedOut,
+        _ => SocksReply::Failed,
     }
 }
 
 /// Performs the handshake and returns the request.
 async fn handshake(
     stream: &mut (impl AsyncRead + tokio::io::AsyncWrite + Unpin),
-) -> Result<Request, SocksError> {
+) -> Result<SocksRequest, SocksError> {
     let [version, count] = read(stream).await?;
     if version != VERSION {
         return Err(SocksError::Version);
@@ -161,11 +166,11 @@ async fn handshake(
     let (host, port) = address(stream, kind).await?;
     match command {
         CONNECT => match host.target(port) {
-            Some(target) => Ok(Request::Connect(target)),
-            None => Err(SocksError::Request(Reply::HostUnreachable)),
+            Some(target) => Ok(SocksRequest::Connect(target)),
+            None => Err(SocksError::Request(SocksReply::HostUnreachable)),
         },
-        UDP_ASSOCIATE => Ok(Request::Associate),
-        _ => Err(SocksError::Request(Reply::CommandUnknown)),
+        UDP_ASSOCIATE => Ok(SocksRequest::Associate),
+        _ => Err(SocksError::Request(SocksReply::CommandUnknown)),
     }
 }
 
@@ -182,10 +187,10 @@ enum RequestedHost {
 }
 
 impl RequestedHost {
-    fn target(self, port: u16) -> Option<Target> {
+    fn target(self, port: u16) -> Option<AttemptTarget> {
         match self {
-            Self::Address(address) => Some(Target::at(SocketAddr::new(address, port))),
-            Self::Name(name) => Target::new(std::str::from_utf8(&name).ok()?, port).ok(),
+            Self::Address(address) => Some(AttemptTarget::at(SocketAddr::new(address, port))),
+            Self::Name(name) => AttemptTarget::new(std::str::from_utf8(&name).ok()?, port).ok(),
         }
     }
 }
@@ -203,7 +208,7 @@ async fn address(
             stream.read_exact(&mut name).await?;
             RequestedHost::Name(name)
         }
-        _ => return Err(SocksError::Request(Reply::AddressUnknown)),
+        _ => return Err(SocksError::Request(SocksReply::AddressUnknown)),
     };
     Ok((host, u16::from_be_bytes(read(stream).await?)))
 }
@@ -213,7 +218,7 @@ fn unspecified() -> SocketAddr {
 }
 
 /// Encodes the reply to a request.
-fn encode_reply(reply: Reply, at: SocketAddr) -> Vec<u8> {
+fn encode_reply(reply: SocksReply, at: SocketAddr) -> Vec<u8> {
     let mut bytes = vec![VERSION, reply as u8, 0];
     push_address(&mut bytes, at);
     bytes
@@ -221,7 +226,7 @@ fn encode_reply(reply: Reply, at: SocketAddr) -> Vec<u8> {
 
 /// Encodes the reply to a successful UDP association.
 pub(crate) fn encode_association(at: SocketAddr) -> Vec<u8> {
-    encode_reply(Reply::Succeeded, at)
+    encode_reply(SocksReply::Succeeded, at)
 }
 
 fn push_address(bytes: &mut Vec<u8>, at: SocketAddr) {
@@ -240,7 +245,7 @@ fn push_address(bytes: &mut Vec<u8>, at: SocketAddr) {
 
 /// Decodes the header of a datagram: its target, and the offset of its payload. `None` if it is
 /// malformed or a fragment.
-pub(crate) fn unwrap(datagram: &[u8]) -> Option<(Target, usize)> {
+pub(crate) fn unwrap(datagram: &[u8]) -> Option<(AttemptTarget, usize)> {
     let [0, 0, 0, kind, rest @ ..] = datagram else {
         return None;
     };
@@ -281,7 +286,7 @@ mod tests {
     use super::*;
 
     /// Sends `bytes`, and returns the parsed request and the response.
-    async fn handshake_with(bytes: &[u8]) -> (Result<Request, SocksError>, Vec<u8>) {
+    async fn handshake_with(bytes: &[u8]) -> (Result<SocksRequest, SocksError>, Vec<u8>) {
         let (mut ours, mut theirs) = tokio::io::duplex(1024);
         theirs.write_all(bytes).await.unwrap();
         theirs.shutdown().await.unwrap();
@@ -308,7 +313,7 @@ mod tests {
             (NAME, b"\x093.0.0.0x1", "3.0.0.1:80"),
         ] {
             let (request, said) = handshake_with(&connect_to(kind, host, 80)).await;
-            let Ok(Request::Connect(target)) = request else {
+            let Ok(SocksRequest::Connect(target)) = request else {
                 panic!("{request:?}")
             };
             assert_eq!(target.to_string(), expected);
@@ -317,10 +322,10 @@ mod tests {
         let mut mapped = [0; 16];
         mapped[10..].copy_from_slice(&[0xff, 0xff, 127, 0, 0, 1]);
         let (request, _) = handshake_with(&connect_to(IPV6, &mapped, 1)).await;
-        let expected = Target::new("127.0.0.1", 1).unwrap();
-        assert_eq!(request.unwrap(), Request::Connect(expected));
+        let expected = AttemptTarget::new("127.0.0.1", 1).unwrap();
+        assert_eq!(request.unwrap(), SocksRequest::Connect(expected));
         let (request, _) = handshake_with(&[5, 2, 2, 0, 5, 3, 0, 1, 0, 0, 0, 0, 0, 0]).await;
-        assert_eq!(request.unwrap(), Request::Associate);
+        assert_eq!(request.unwrap(), SocksRequest::Associate);
     }
 
     #[tokio::test]
@@ -341,11 +346,11 @@ mod tests {
             assert_eq!(answered, said, "{bytes:?}");
         }
         for (command, kind, host, reply) in [
-            (CONNECT, 9, &[0; 4][..], Reply::AddressUnknown),
-            (2, IPV4, &[1, 2, 3, 4], Reply::CommandUnknown),
-            (CONNECT, NAME, b"\x00", Reply::HostUnreachable),
-            (CONNECT, NAME, b"\x03a b", Reply::HostUnreachable),
-            (CONNECT, NAME, b"\x02\xff\xfe", Reply::HostUnreachable),
+            (CONNECT, 9, &[0; 4][..], SocksReply::AddressUnknown),
+            (2, IPV4, &[1, 2, 3, 4], SocksReply::CommandUnknown),
+            (CONNECT, NAME, b"\x00", SocksReply::HostUnreachable),
+            (CONNECT, NAME, b"\x03a b", SocksReply::HostUnreachable),
+            (CONNECT, NAME, b"\x02\xff\xfe", SocksReply::HostUnreachable),
         ] {
             let mut bytes = connect_to(kind, host, 80);
             bytes[4] = command;
@@ -362,7 +367,10 @@ mod tests {
         let from: SocketAddr = "1.2.3.4:53".parse().unwrap();
         let wrapped = wrap(from, b"data");
         let (target, at) = unwrap(&wrapped).unwrap();
-        assert_eq!((target, &wrapped[at..]), (Target::at(from), &b"data"[..]));
+        assert_eq!(
+            (target, &wrapped[at..]),
+            (AttemptTarget::at(from), &b"data"[..])
+        );
         let six = wrap("[2001:db8::1]:53".parse().unwrap(), b"");
         assert_eq!(unwrap(&six).unwrap().1, six.len());
         let named = [&[0, 0, 0, 3, 6][..], b"a.test", &[0, 53], b"x"].concat();
@@ -381,7 +389,7 @@ mod tests {
 
     #[test]
     fn reply_length_matches_address_family() {
-        let four = encode_reply(Reply::Refused, "1.2.3.4:258".parse().unwrap());
+        let four = encode_reply(SocksReply::Refused, "1.2.3.4:258".parse().unwrap());
         assert_eq!(four, [5, 5, 0, 1, 1, 2, 3, 4, 1, 2]);
         assert_eq!(encode_association("[::1]:1".parse().unwrap()).len(), 22);
     }

@@ -23,9 +23,9 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::sync::mpsc;
 
-use crate::access::{Attempt, Route};
-use crate::policy::Target;
-use crate::proxy::Shared;
+use crate::access::{Attempt, AttemptRoute};
+use crate::policy::AttemptTarget;
+use crate::proxy::ProxyShared;
 use crate::socks;
 
 /// The largest datagram.
@@ -40,22 +40,22 @@ const MAX_WAITING: usize = 32;
 /// A flow without traffic for this time is removed.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
-type FlowKey = (SocketAddr, Target);
+type FlowKey = (SocketAddr, AttemptTarget);
 
 /// Forwards datagrams between the process and its targets.
 #[derive(Debug)]
-pub(crate) struct Relay {
+pub(crate) struct DatagramRelay {
     socket: UdpSocket,
     /// Number of open associations.
     associations: AtomicUsize,
     /// Never locked across an await.
     flows: Mutex<HashMap<FlowKey, mpsc::Sender<Bytes>>>,
-    shared: Arc<Shared>,
+    shared: Arc<ProxyShared>,
 }
 
-impl Relay {
+impl DatagramRelay {
     /// Starts to receive datagrams until the proxy ends.
-    pub(crate) fn start(shared: &Arc<Shared>, socket: StdUdpSocket) -> io::Result<Arc<Self>> {
+    pub(crate) fn start(shared: &Arc<ProxyShared>, socket: StdUdpSocket) -> io::Result<Arc<Self>> {
         socket.set_nonblocking(true)?;
         let relay = Arc::new(Self {
             socket: UdpSocket::from_std(socket)?,
@@ -130,7 +130,8 @@ impl Relay {
             method: None,
             client: *client,
         };
-        let Ok(Route::Addresses(addresses)) = self.shared.access.check(attempt, true).await else {
+        let Ok(AttemptRoute::Addresses(addresses)) = self.shared.access.check(attempt, true).await
+        else {
             return discard(data).await;
         };
         let outside = match open(&addresses).await {
@@ -190,7 +191,7 @@ async fn discard(mut data: mpsc::Receiver<Bytes>) {
 }
 
 /// Counts one association while it exists.
-struct Association<'a>(&'a Relay);
+struct Association<'a>(&'a DatagramRelay);
 
 impl Drop for Association<'_> {
     fn drop(&mut self) {
@@ -202,7 +203,7 @@ impl Drop for Association<'_> {
 }
 
 /// Removes a flow from the table when it ends.
-struct RemoveFlow<'a>(&'a Relay, &'a FlowKey);
+struct RemoveFlow<'a>(&'a DatagramRelay, &'a FlowKey);
 
 impl Drop for RemoveFlow<'_> {
     fn drop(&mut self) {

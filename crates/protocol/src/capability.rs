@@ -61,15 +61,15 @@ pub struct DiscoverParams {
 
 /// Each with its policy, which must not be lost.
 fn roots<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<RootParams>, D::Error> {
-    struct Root(RootParams);
+    struct CapabilityRoot(RootParams);
 
-    impl<'de> Deserialize<'de> for Root {
+    impl<'de> Deserialize<'de> for CapabilityRoot {
         fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
             params::object(deserializer, EVERYWHERE).map(Self)
         }
     }
 
-    let roots = Vec::<Root>::deserialize(deserializer)?;
+    let roots = Vec::<CapabilityRoot>::deserialize(deserializer)?;
     Ok(roots.into_iter().map(|root| root.0).collect())
 }
 

@@ -8,7 +8,7 @@ use serde::de::{self, DeserializeOwned, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::limits::MAX_JSON_VALUES;
-use crate::params::Guarded;
+use crate::params::SafeMembers;
 use crate::{params, scan};
 
 /// Bytes that are encoded as padded standard base64.
@@ -99,7 +99,7 @@ pub const fn encoded_len(len: usize) -> usize {
 pub(crate) fn decode_around<P: DeserializeOwned>(
     raw: &[u8],
     name: &str,
-    guarded: Guarded,
+    guarded: SafeMembers,
     chunk: impl Fn(&mut P) -> &mut ByteChunk,
 ) -> serde_json::Result<P> {
     let cut = |text: Option<&[u8]>| -> Option<P> {
@@ -121,7 +121,7 @@ pub(crate) fn decode_around<P: DeserializeOwned>(
 pub(crate) fn decode_into<P: DeserializeOwned>(
     raw: &[u8],
     name: &str,
-    guarded: Guarded,
+    guarded: SafeMembers,
     buffer: &mut Vec<u8>,
 ) -> Option<(P, usize)> {
     let text = find_at_ends(raw, name)?;
@@ -139,13 +139,13 @@ pub(crate) fn decode_into<P: DeserializeOwned>(
 pub(crate) fn decode_without<P: DeserializeOwned>(
     raw: &[u8],
     name: &str,
-    guarded: Guarded,
+    guarded: SafeMembers,
 ) -> Option<P> {
     without(raw, find_at_ends(raw, name)?, guarded)
 }
 
 /// Decodes params after removing `text`, a part of `raw`.
-fn without<P: DeserializeOwned>(raw: &[u8], text: &[u8], guarded: Guarded) -> Option<P> {
+fn without<P: DeserializeOwned>(raw: &[u8], text: &[u8], guarded: SafeMembers) -> Option<P> {
     let start = text.as_ptr().addr() - raw.as_ptr().addr();
     let rest = [&raw[..start], &raw[start + text.len()..]].concat();
     params::from_slice(&rest, guarded).ok()
@@ -194,8 +194,8 @@ impl Serialize for ByteChunk {
 
 impl<'de> Deserialize<'de> for ByteChunk {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Text;
-        impl Visitor<'_> for Text {
+        struct ChunkText;
+        impl Visitor<'_> for ChunkText {
             type Value = ByteChunk;
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a base64 string")
@@ -206,7 +206,7 @@ impl<'de> Deserialize<'de> for ByteChunk {
                     .map_err(|error| E::custom(format_args!("invalid base64: {error}")))
             }
         }
-        deserializer.deserialize_str(Text)
+        deserializer.deserialize_str(ChunkText)
     }
 }
 
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[derive(Debug, PartialEq, Deserialize)]
-    struct Params {
+    struct ChunkParams {
         chunk: ByteChunk,
         #[serde(default)]
         note: String,
@@ -266,11 +266,14 @@ mod tests {
     #[track_caller]
     fn check_decoders_agree(raw: &str) {
         let bytes = raw.as_bytes();
-        let around = decode_around(bytes, "chunk", &[], |params: &mut Params| &mut params.chunk);
-        let library: Result<Params, _> = serde_json::from_str(raw);
+        let around = decode_around(bytes, "chunk", &[], |params: &mut ChunkParams| {
+            &mut params.chunk
+        });
+        let library: Result<ChunkParams, _> = serde_json::from_str(raw);
         // What an earlier one has left there is not in the way.
         let mut buffer = b"left".to_vec();
-        if let Some((mut apart, len)) = decode_into::<Params>(bytes, "chunk", &[], &mut buffer) {
+        if let Some((mut apart, len)) = decode_into::<ChunkParams>(bytes, "chunk", &[], &mut buffer)
+        {
             apart.chunk = buffer[..len].into();
             assert_eq!(Some(&apart), library.as_ref().ok(), "{raw:.200}");
         }

@@ -18,9 +18,9 @@ method_types! {
 
 notifications! {
     /// `command/exec/outputDelta`: output of the process.
-    OutputDelta = "command/exec/outputDelta" (OutputDeltaParams);
+    OutputDelta = "command/exec/outputDelta" (ExecOutputDeltaParams);
     /// `command/exec/exited`: the process exited; sent after the last delta.
-    Exited = "command/exec/exited" (ExitedParams);
+    Exited = "command/exec/exited" (ExecExitedParams);
 }
 
 /// Params of [`Exec`].
@@ -64,7 +64,7 @@ pub struct ExecResult {
 /// Params of [`Write`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct WriteParams {
+pub struct ExecWriteParams {
     /// Id of the process.
     pub process_id: String,
     /// The bytes.
@@ -73,7 +73,7 @@ pub struct WriteParams {
 
 /// Result of [`Write`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WriteResult {
+pub struct ExecWriteResult {
     /// Always true; a refused write is an error.
     pub accepted: bool,
 }
@@ -81,14 +81,14 @@ pub struct WriteResult {
 /// Params of [`Terminate`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct TerminateParams {
+pub struct ExecTerminateParams {
     /// Id of the process.
     pub process_id: String,
 }
 
 /// Result of [`Terminate`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TerminateResult {
+pub struct ExecTerminateResult {
     /// Whether the process was still running.
     pub running: bool,
 }
@@ -96,7 +96,7 @@ pub struct TerminateResult {
 /// Params of [`OutputDelta`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct OutputDeltaParams {
+pub struct ExecOutputDeltaParams {
     /// Id of the process.
     pub process_id: String,
     /// `stdout` (also for a terminal) or `stderr`.
@@ -108,7 +108,7 @@ pub struct OutputDeltaParams {
 /// Params of [`Exited`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct ExitedParams {
+pub struct ExecExitedParams {
     /// Id of the process.
     pub process_id: String,
     /// Exit status, or 128 + N for a death by signal N.

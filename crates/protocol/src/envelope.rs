@@ -80,7 +80,7 @@ pub struct ErrorObject {
 
 /// W3C trace context of a request.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Trace {
+pub struct TraceParent {
     /// The `traceparent` header value.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub traceparent: Option<String>,
@@ -91,7 +91,7 @@ pub struct Trace {
 
 /// One received message, classified; params and results borrow from its text.
 #[derive(Debug)]
-pub enum Incoming<'a> {
+pub enum IncomingMessage<'a> {
     /// `id` and `method`.
     Request {
         /// Echoed in the response.
@@ -101,7 +101,7 @@ pub enum Incoming<'a> {
         /// Raw `params`, if present.
         params: Option<&'a str>,
         /// Trace context, if present.
-        trace: Option<Trace>,
+        trace: Option<TraceParent>,
     },
     /// `method` without `id`.
     Notification {
@@ -153,13 +153,16 @@ pub enum DecodeError {
 /// The text is not one JSON object, repeats a key in any object, nests deeper than
 /// [`MAX_JSON_DEPTH`](crate::limits::MAX_JSON_DEPTH), contains more than [`MAX_JSON_VALUES`]
 /// values, or is not one of the four kinds of message.
-pub fn decode(text: &str) -> Result<Incoming<'_>, DecodeError> {
+pub fn decode(text: &str) -> Result<IncomingMessage<'_>, DecodeError> {
     decode_within(text, MAX_JSON_VALUES)
 }
 
 /// [`decode`] with another limit, so that a test reaches it with little text.
-pub(crate) fn decode_within(text: &str, max_values: usize) -> Result<Incoming<'_>, DecodeError> {
-    let mut fields = Fields::default();
+pub(crate) fn decode_within(
+    text: &str,
+    max_values: usize,
+) -> Result<IncomingMessage<'_>, DecodeError> {
+    let mut fields = EnvelopeFields::default();
     for (key, raw) in scan::members(text, max_values)? {
         match &*key {
             "id" => fields.id = Some(member("id", raw)?),
@@ -176,30 +179,30 @@ pub(crate) fn decode_within(text: &str, max_values: usize) -> Result<Incoming<'_
 }
 
 #[derive(Default)]
-struct Fields<'a> {
+struct EnvelopeFields<'a> {
     id: Option<RequestId>,
     method: Option<Cow<'a, str>>,
     params: Option<&'a str>,
     result: Option<&'a str>,
     error: Option<ErrorObject>,
-    trace: Option<Trace>,
+    trace: Option<TraceParent>,
 }
 
-impl<'a> Fields<'a> {
-    fn classify(self) -> Result<Incoming<'a>, DecodeError> {
+impl<'a> EnvelopeFields<'a> {
+    fn classify(self) -> Result<IncomingMessage<'a>, DecodeError> {
         match (self.method, self.id, self.result, self.error) {
-            (Some(method), Some(id), ..) => Ok(Incoming::Request {
+            (Some(method), Some(id), ..) => Ok(IncomingMessage::Request {
                 id,
                 method,
                 params: self.params,
                 trace: self.trace,
             }),
-            (Some(method), None, ..) => Ok(Incoming::Notification {
+            (Some(method), None, ..) => Ok(IncomingMessage::Notification {
                 method,
                 params: self.params,
             }),
-            (None, Some(id), Some(result), _) => Ok(Incoming::Response { id, result }),
-            (None, Some(id), None, Some(error)) => Ok(Incoming::Error { id, error }),
+            (None, Some(id), Some(result), _) => Ok(IncomingMessage::Response { id, result }),
+            (None, Some(id), None, Some(error)) => Ok(IncomingMessage::Error { id, error }),
             (None, _, None, None) => Err(DecodeError::Missing("error")),
             (None, None, ..) => Err(DecodeError::Missing("id")),
         }
@@ -243,12 +246,12 @@ pub fn encode_request(
     params: &impl Serialize,
 ) -> serde_json::Result<()> {
     #[derive(Serialize)]
-    struct Request<'a, P> {
+    struct RequestEnvelope<'a, P> {
         id: &'a RequestId,
         method: &'a str,
         params: &'a P,
     }
-    serde_json::to_writer(out, &Request { id, method, params })
+    serde_json::to_writer(out, &RequestEnvelope { id, method, params })
 }
 
 /// Appends a notification to `out`.
@@ -262,11 +265,11 @@ pub fn encode_notification(
     params: &impl Serialize,
 ) -> serde_json::Result<()> {
     #[derive(Serialize)]
-    struct Notification<'a, P> {
+    struct NotificationEnvelope<'a, P> {
         method: &'a str,
         params: &'a P,
     }
-    serde_json::to_writer(out, &Notification { method, params })
+    serde_json::to_writer(out, &NotificationEnvelope { method, params })
 }
 
 /// Appends a response to `out`.
@@ -280,11 +283,11 @@ pub fn encode_response(
     result: &impl Serialize,
 ) -> serde_json::Result<()> {
     #[derive(Serialize)]
-    struct Response<'a, R> {
+    struct ResponseEnvelope<'a, R> {
         id: &'a RequestId,
         result: &'a R,
     }
-    serde_json::to_writer(out, &Response { id, result })
+    serde_json::to_writer(out, &ResponseEnvelope { id, result })
 }
 
 /// Appends an error message to `out`.
@@ -298,11 +301,11 @@ pub fn encode_error(
     error: &ErrorObject,
 ) -> serde_json::Result<()> {
     #[derive(Serialize)]
-    struct Failure<'a> {
+    struct ErrorEnvelope<'a> {
         error: &'a ErrorObject,
         id: &'a RequestId,
     }
-    serde_json::to_writer(out, &Failure { error, id })
+    serde_json::to_writer(out, &ErrorEnvelope { error, id })
 }
 
 #[cfg(test)]
@@ -319,23 +322,23 @@ mod tests {
     fn decode_classifies_the_four_kinds_of_message() {
         assert!(matches!(
             decode(r#"{"id":1,"method":"a"}"#),
-            Ok(Incoming::Request { .. })
+            Ok(IncomingMessage::Request { .. })
         ));
         assert!(matches!(
             decode(r#"{"method":"a","params":[]}"#),
-            Ok(Incoming::Notification { .. })
+            Ok(IncomingMessage::Notification { .. })
         ));
         assert!(matches!(
             decode(r#"{"id":"x","result":null}"#),
-            Ok(Incoming::Response { .. })
+            Ok(IncomingMessage::Response { .. })
         ));
         assert!(matches!(
             decode(r#"{"id":1,"error":{"code":-1,"message":"m"}}"#),
-            Ok(Incoming::Error { .. })
+            Ok(IncomingMessage::Error { .. })
         ));
         assert!(matches!(
             decode(r#"{"jsonrpc":7,"id":1,"method":"a","extra":[1,{"b":2}],"trace":null}"#),
-            Ok(Incoming::Request { trace: None, .. })
+            Ok(IncomingMessage::Request { trace: None, .. })
         ));
     }
 
@@ -462,7 +465,7 @@ mod tests {
                 encode_request(&mut out, &id, &method, &[1, 2]).unwrap();
                 let text = String::from_utf8(out).unwrap();
                 match decode(&text).unwrap() {
-                    Incoming::Request { id: seen, method: name, params, .. } => {
+                    IncomingMessage::Request { id: seen, method: name, params, .. } => {
                         prop_assert_eq!(seen, id);
                         prop_assert_eq!(&*name, &*method);
                         prop_assert_eq!(params.unwrap(), "[1,2]");

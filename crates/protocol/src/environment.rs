@@ -68,9 +68,9 @@ pub struct ConfigLayer {
 
 /// Result of [`Status`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct EnvironmentStatus {
+pub struct StatusResult {
     /// Readiness of the environment.
-    pub status: Readiness,
+    pub status: StatusValue,
     /// The server is shutting down: it starts nothing more and ends what runs. Absent otherwise.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub draining: bool,
@@ -79,7 +79,7 @@ pub struct EnvironmentStatus {
 /// Values of `environment/status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Readiness {
+pub enum StatusValue {
     /// Ready for use.
     Ready,
 }

@@ -156,7 +156,7 @@ pub struct GetMetadataParams {
 /// Result of [`GetMetadata`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Metadata {
+pub struct MetadataResult {
     /// Whether the path is a directory.
     pub is_directory: bool,
     /// Whether the path is a regular file.
@@ -690,14 +690,14 @@ pub struct ChangedParams {
     /// Number of the notification, from 1 without gaps.
     pub seq: u64,
     /// The changes, in order.
-    pub changes: Vec<Change>,
+    pub changes: Vec<FileChanged>,
     /// Whether changes were lost; the client has to rescan everything.
     pub overflow: bool,
 }
 
 /// One change under a [`Watch`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Change {
+pub struct FileChanged {
     /// The path.
     pub path: PathUri,
     /// The kind of change.

@@ -13,7 +13,7 @@ use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-use crate::envelope::{self, Incoming};
+use crate::envelope::{self, IncomingMessage};
 use crate::path::PathUri;
 
 /// Decodes one message and compares it with a generic JSON tree of the same text.
@@ -35,22 +35,23 @@ pub fn envelope(data: &[u8]) {
         assert!(!few, "a lower limit must not accept more");
         return;
     };
-    let tree: Tree = serde_json::from_str(text).expect("an accepted message is JSON within limits");
+    let tree: JsonTree =
+        serde_json::from_str(text).expect("an accepted message is JSON within limits");
     assert!(tree.keys_are_unique(), "a key is repeated");
     assert_eq!(few, tree.count() <= FEW_VALUES, "values are miscounted");
 
     let mut again = Vec::new();
     match &message {
-        Incoming::Request {
+        IncomingMessage::Request {
             id, method, params, ..
         } => envelope::encode_request(&mut again, id, method, &params.map(verbatim)),
-        Incoming::Notification { method, params } => {
+        IncomingMessage::Notification { method, params } => {
             envelope::encode_notification(&mut again, method, &params.map(verbatim))
         }
-        Incoming::Response { id, result } => {
+        IncomingMessage::Response { id, result } => {
             envelope::encode_response(&mut again, id, &verbatim(result))
         }
-        Incoming::Error { id, error } => envelope::encode_error(&mut again, id, error),
+        IncomingMessage::Error { id, error } => envelope::encode_error(&mut again, id, error),
     }
     .expect("a decoded message can be encoded");
     let again = String::from_utf8(again).expect("messages are text");
@@ -58,10 +59,10 @@ pub fn envelope(data: &[u8]) {
 
     match (message, again) {
         (
-            Incoming::Request {
+            IncomingMessage::Request {
                 id, method, params, ..
             },
-            Incoming::Request {
+            IncomingMessage::Request {
                 id: id_again,
                 method: method_again,
                 params: params_again,
@@ -72,37 +73,37 @@ pub fn envelope(data: &[u8]) {
             assert_eq!(method, method_again);
             assert_eq!(raw(params), raw(params_again));
             assert_eq!(trace, None, "no trace is encoded");
-            assert_eq!(Tree::of(&id), *tree.member("id"));
-            assert_eq!(Tree::of(&method), *tree.member("method"));
+            assert_eq!(JsonTree::of(&id), *tree.member("id"));
+            assert_eq!(JsonTree::of(&method), *tree.member("method"));
             check_member(params, &tree, "params");
         }
         (
-            Incoming::Notification { method, params },
-            Incoming::Notification {
+            IncomingMessage::Notification { method, params },
+            IncomingMessage::Notification {
                 method: method_again,
                 params: params_again,
             },
         ) => {
             assert_eq!(method, method_again);
             assert_eq!(raw(params), raw(params_again));
-            assert_eq!(Tree::of(&method), *tree.member("method"));
+            assert_eq!(JsonTree::of(&method), *tree.member("method"));
             check_member(params, &tree, "params");
         }
         (
-            Incoming::Response { id, result },
-            Incoming::Response {
+            IncomingMessage::Response { id, result },
+            IncomingMessage::Response {
                 id: id_again,
                 result: result_again,
             },
         ) => {
             assert_eq!(id, id_again);
             assert_eq!(result, result_again);
-            assert_eq!(Tree::of(&id), *tree.member("id"));
+            assert_eq!(JsonTree::of(&id), *tree.member("id"));
             check_member(Some(result), &tree, "result");
         }
         (
-            Incoming::Error { id, error },
-            Incoming::Error {
+            IncomingMessage::Error { id, error },
+            IncomingMessage::Error {
                 id: id_again,
                 error: error_again,
             },
@@ -111,12 +112,12 @@ pub fn envelope(data: &[u8]) {
             assert_eq!(error.code, error_again.code);
             assert_eq!(error.message, error_again.message);
             let wire = tree.member("error");
-            assert_eq!(Tree::of(&error.code), *wire.member("code"));
-            assert_eq!(Tree::of(&error.message), *wire.member("message"));
+            assert_eq!(JsonTree::of(&error.code), *wire.member("code"));
+            assert_eq!(JsonTree::of(&error.message), *wire.member("message"));
             match (error.data, error_again.data) {
                 (Some(data), Some(again)) => {
                     assert!(nearly_equal(&data, &again), "{data} became {again}");
-                    assert_eq!(Tree::of(&data).count(), wire.member("data").count());
+                    assert_eq!(JsonTree::of(&data).count(), wire.member("data").count());
                 }
                 (data, again) => assert_eq!(data, again),
             }
@@ -136,12 +137,12 @@ fn raw(member: Option<&str>) -> &str {
 }
 
 /// Checks that a raw member equals the same member of the whole text, also when it is parsed.
-fn check_member(member: Option<&str>, tree: &Tree, name: &str) {
+fn check_member(member: Option<&str>, tree: &JsonTree, name: &str) {
     let Some(member) = member else { return };
-    let seen: Tree = serde_json::from_str(member).expect("raw members are JSON");
+    let seen: JsonTree = serde_json::from_str(member).expect("raw members are JSON");
     assert_eq!(seen, *tree.member(name));
     let built: Value = serde_json::from_str(member).expect("raw members make values");
-    assert_eq!(Tree::of(&built).count(), seen.count(), "{name} expands");
+    assert_eq!(JsonTree::of(&built).count(), seen.count(), "{name} expands");
 }
 
 /// Equality, except for the last bits of floating-point numbers, which the JSON parser does not
@@ -168,13 +169,13 @@ fn nearly_equal(one: &Value, other: &Value) -> bool {
 
 /// JSON as written: repeated keys are kept, and no key has a special meaning.
 #[derive(Debug, PartialEq)]
-enum Tree {
+enum JsonTree {
     Scalar(Value),
     List(Vec<Self>),
     Map(Vec<(String, Self)>),
 }
 
-impl Tree {
+impl JsonTree {
     fn of(value: &impl Serialize) -> Self {
         let text = serde_json::to_string(value).expect("values can be encoded");
         serde_json::from_str(&text).expect("an encoded value can be decoded")
@@ -212,45 +213,45 @@ impl Tree {
     }
 }
 
-impl<'de> Deserialize<'de> for Tree {
+impl<'de> Deserialize<'de> for JsonTree {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Any;
         impl<'de> Visitor<'de> for Any {
-            type Value = Tree;
+            type Value = JsonTree;
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("any JSON")
             }
-            fn visit_unit<E>(self) -> Result<Tree, E> {
-                Ok(Tree::Scalar(Value::Null))
+            fn visit_unit<E>(self) -> Result<JsonTree, E> {
+                Ok(JsonTree::Scalar(Value::Null))
             }
-            fn visit_bool<E>(self, value: bool) -> Result<Tree, E> {
-                Ok(Tree::Scalar(value.into()))
+            fn visit_bool<E>(self, value: bool) -> Result<JsonTree, E> {
+                Ok(JsonTree::Scalar(value.into()))
             }
-            fn visit_i64<E>(self, value: i64) -> Result<Tree, E> {
-                Ok(Tree::Scalar(value.into()))
+            fn visit_i64<E>(self, value: i64) -> Result<JsonTree, E> {
+                Ok(JsonTree::Scalar(value.into()))
             }
-            fn visit_u64<E>(self, value: u64) -> Result<Tree, E> {
-                Ok(Tree::Scalar(value.into()))
+            fn visit_u64<E>(self, value: u64) -> Result<JsonTree, E> {
+                Ok(JsonTree::Scalar(value.into()))
             }
-            fn visit_f64<E>(self, value: f64) -> Result<Tree, E> {
-                Ok(Tree::Scalar(value.into()))
+            fn visit_f64<E>(self, value: f64) -> Result<JsonTree, E> {
+                Ok(JsonTree::Scalar(value.into()))
             }
-            fn visit_str<E>(self, value: &str) -> Result<Tree, E> {
-                Ok(Tree::Scalar(value.into()))
+            fn visit_str<E>(self, value: &str) -> Result<JsonTree, E> {
+                Ok(JsonTree::Scalar(value.into()))
             }
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Tree, A::Error> {
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<JsonTree, A::Error> {
                 let mut items = Vec::new();
                 while let Some(item) = seq.next_element()? {
                     items.push(item);
                 }
-                Ok(Tree::List(items))
+                Ok(JsonTree::List(items))
             }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Tree, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<JsonTree, A::Error> {
                 let mut members = Vec::new();
                 while let Some(member) = map.next_entry()? {
                     members.push(member);
                 }
-                Ok(Tree::Map(members))
+                Ok(JsonTree::Map(members))
             }
         }
         deserializer.deserialize_any(Any)
@@ -340,7 +341,7 @@ pub fn replay(target: &str, body: fn(&[u8])) {
     for seed in &seeds {
         body(seed);
     }
-    let mut random = Random(1);
+    let mut random = SeededBytes(1);
     for _ in 0..MUTATIONS {
         let mut input = seeds[random.below(seeds.len())].clone();
         for _ in 0..=random.below(4) {
@@ -352,9 +353,9 @@ pub fn replay(target: &str, body: fn(&[u8])) {
 }
 
 /// Xorshift generator: equal seeds give equal numbers on every machine.
-struct Random(u64);
+struct SeededBytes(u64);
 
-impl Random {
+impl SeededBytes {
     fn below(&mut self, bound: usize) -> usize {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;

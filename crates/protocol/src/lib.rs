@@ -26,8 +26,8 @@ pub mod table;
 pub mod text;
 
 pub use chunk::ByteChunk;
-pub use envelope::{ErrorObject, Incoming, RequestId};
-pub use method::{Method, NoParams, Notification};
+pub use envelope::{ErrorObject, IncomingMessage, RequestId};
+pub use method::{Method, NoParams, NotificationMethod};
 pub use path::PathUri;
 pub use scan::ScanError;
 pub use table::{MethodId, Scope, ServedMethod};

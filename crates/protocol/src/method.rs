@@ -18,7 +18,7 @@ pub trait Method {
 }
 
 /// A notification method.
-pub trait Notification {
+pub trait NotificationMethod {
     /// The name on the wire, `noun/event`.
     const NAME: &'static str;
     /// The `params` member.
@@ -80,7 +80,7 @@ macro_rules! notifications {
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
         pub enum $name {}
-        impl $crate::method::Notification for $name {
+        impl $crate::method::NotificationMethod for $name {
             const NAME: &'static str = $wire;
             type Params = $params;
         }

@@ -14,28 +14,31 @@ use serde::{Deserialize, forward_to_deserialize_any};
 use serde_json::de::{Read, SliceRead, StrRead};
 
 /// The names of members that must not be lost.
-pub(crate) type Guarded = &'static [&'static str];
+pub(crate) type SafeMembers = &'static [&'static str];
 
 /// Edits that still make a name look like another: one for a letter too many, missing or wrong, two for
 /// letters that changed places. Upper and lower case are the same.
 const MAX_EDITS: usize = 2;
 
 /// Decodes params from text.
-pub(crate) fn from_str<P: DeserializeOwned>(raw: &str, guarded: Guarded) -> serde_json::Result<P> {
+pub(crate) fn from_str<P: DeserializeOwned>(
+    raw: &str,
+    guarded: SafeMembers,
+) -> serde_json::Result<P> {
     from_reader(StrRead::new(raw), guarded)
 }
 
 /// As [`from_str`], for text that was put together from parts.
 pub(crate) fn from_slice<P: DeserializeOwned>(
     raw: &[u8],
-    guarded: Guarded,
+    guarded: SafeMembers,
 ) -> serde_json::Result<P> {
     from_reader(SliceRead::new(raw), guarded)
 }
 
 fn from_reader<'de, P: DeserializeOwned>(
     reader: impl Read<'de>,
-    guarded: Guarded,
+    guarded: SafeMembers,
 ) -> serde_json::Result<P> {
     let mut json = serde_json::Deserializer::new(reader);
     let params = object(&mut json, guarded)?;
@@ -46,7 +49,7 @@ fn from_reader<'de, P: DeserializeOwned>(
 /// Decodes an object inside of params, with its own guarded members.
 pub(crate) fn object<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
     deserializer: D,
-    guarded: Guarded,
+    guarded: SafeMembers,
 ) -> Result<T, D::Error> {
     T::deserialize(Object {
         inner: deserializer,
@@ -57,7 +60,7 @@ pub(crate) fn object<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
 /// Deserializes structs from objects alone, and looks at the names that they do not know.
 struct Object<D> {
     inner: D,
-    guarded: Guarded,
+    guarded: SafeMembers,
 }
 
 impl<'de, D: Deserializer<'de>> Deserializer<'de> for Object<D> {
@@ -69,11 +72,11 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Object<D> {
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, D::Error> {
-        let known = Known {
+        let known = KnownMembers {
             fields,
             guarded: self.guarded,
         };
-        let members = Members {
+        let members = MemberVisitor {
             inner: visitor,
             known,
         };
@@ -92,13 +95,13 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Object<D> {
 
 /// What is known of the names in an object.
 #[derive(Clone, Copy)]
-struct Known {
+struct KnownMembers {
     /// Those of its type.
     fields: &'static [&'static str],
-    guarded: Guarded,
+    guarded: SafeMembers,
 }
 
-impl Known {
+impl KnownMembers {
     fn check<E: Error>(self, name: &str) -> Result<(), E> {
         if self.fields.contains(&name) {
             return Ok(());
@@ -140,12 +143,12 @@ fn is_within(one: &[u8], other: &[u8], edits: usize) -> bool {
 }
 
 /// Visits the members of an object; a sequence is refused by the default of [`Visitor`].
-struct Members<V> {
+struct MemberVisitor<V> {
     inner: V,
-    known: Known,
+    known: KnownMembers,
 }
 
-impl<'de, V: Visitor<'de>> Visitor<'de> for Members<V> {
+impl<'de, V: Visitor<'de>> Visitor<'de> for MemberVisitor<V> {
     type Value = V::Value;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -163,7 +166,7 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Members<V> {
 /// The members of an object, each checked before it is taken.
 struct Checked<A> {
     map: A,
-    known: Known,
+    known: KnownMembers,
 }
 
 impl<'de, A: MapAccess<'de>> MapAccess<'de> for Checked<A> {
@@ -223,7 +226,7 @@ mod tests {
     use super::*;
 
     #[derive(Debug, PartialEq, Deserialize)]
-    struct Params {
+    struct SafeParams {
         sandbox: Option<u8>,
     }
 
@@ -232,7 +235,7 @@ mod tests {
 
     fn refusal(name: &str) -> Option<String> {
         let raw = format!(r#"{{"{name}":1}}"#);
-        let decoded: Result<Params, _> = from_str(&raw, &["sandbox"]);
+        let decoded: Result<SafeParams, _> = from_str(&raw, &["sandbox"]);
         decoded.err().map(|error| error.to_string())
     }
 
@@ -316,10 +319,13 @@ mod tests {
             "{\"sandbox\":1} x",
             "{\"sandbox\":1",
         ] {
-            assert!(from_str::<Params>(raw, &[]).is_err(), "{raw}");
-            assert!(from_slice::<Params>(raw.as_bytes(), &[]).is_err(), "{raw}");
+            assert!(from_str::<SafeParams>(raw, &[]).is_err(), "{raw}");
+            assert!(
+                from_slice::<SafeParams>(raw.as_bytes(), &[]).is_err(),
+                "{raw}"
+            );
         }
-        let params: Params = from_slice(b" {\"sandbox\":1, \"x\":[{}]} ", &[]).unwrap();
+        let params: SafeParams = from_slice(b" {\"sandbox\":1, \"x\":[{}]} ", &[]).unwrap();
         assert_eq!(params.sandbox, Some(1));
     }
 }

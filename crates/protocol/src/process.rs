@@ -9,7 +9,7 @@ use crate::environment::Shell;
 use crate::method::{method_types, notifications};
 use crate::network::{ManagedNetwork, NetworkProxy};
 use crate::path::PathUri;
-use crate::sandbox::{Denial, Enforcement, Sandbox};
+use crate::sandbox::{Denial, EnforcementReport, Sandbox};
 use crate::table::EVERYWHERE;
 
 method_types! {
@@ -98,7 +98,7 @@ pub struct StartParams {
     pub grace_ms: Option<u64>,
     /// Resource limits of the child and its descendants.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub limits: Option<Limits>,
+    pub limits: Option<ProcessLimits>,
     /// Whether output is pushed, or only read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delivery: Option<Delivery>,
@@ -188,7 +188,7 @@ pub struct TerminalSize {
 /// refused.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct Limits {
+pub struct ProcessLimits {
     /// Bytes of memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_bytes: Option<u64>,
@@ -229,7 +229,7 @@ pub struct StartResult {
     pub sandbox_type: Option<SandboxType>,
     /// How much of the sandbox policy is enforced, if there is a policy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub enforcement: Option<Enforcement>,
+    pub enforcement: Option<EnforcementReport>,
 }
 
 /// Kinds of sandbox.
@@ -251,7 +251,7 @@ pub enum SandboxType {
 /// Origin of output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Stream {
+pub enum OutputStream {
     /// Standard output of a pipe process.
     Stdout,
     /// Standard error of a pipe process.
@@ -260,7 +260,7 @@ pub enum Stream {
     Pty,
 }
 
-impl Stream {
+impl OutputStream {
     /// Returns the name on the wire.
     pub const fn name(self) -> &'static str {
         match self {
@@ -328,7 +328,7 @@ pub struct ReadChunk {
     /// Sequence number.
     pub seq: u64,
     /// The stream.
-    pub stream: Stream,
+    pub stream: OutputStream,
     /// The bytes.
     pub chunk: ByteChunk,
 }
@@ -599,7 +599,7 @@ pub enum Condition {
         /// A regular expression over bytes.
         regex: String,
         /// Stream to search; all if absent.
-        stream: Option<Stream>,
+        stream: Option<OutputStream>,
     },
     /// `{"quietMs": N}`: no output was written for this time.
     Quiet {
@@ -624,7 +624,7 @@ struct ConditionFields {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     regex: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    stream: Option<Stream>,
+    stream: Option<OutputStream>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     quiet_ms: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -742,7 +742,7 @@ pub struct Match {
     /// Sequence number of the output in which the match ends.
     pub seq: u64,
     /// The stream.
-    pub stream: Stream,
+    pub stream: OutputStream,
     /// The matching text or its beginning, with U+FFFD for bytes that are not UTF-8.
     pub text: String,
 }
@@ -852,7 +852,7 @@ pub struct OutputParams {
     /// Sequence number of the chunk.
     pub seq: u64,
     /// The stream.
-    pub stream: Stream,
+    pub stream: OutputStream,
     /// The bytes.
     pub chunk: ByteChunk,
 }
@@ -881,13 +881,13 @@ pub struct ExitedParams {
     pub timed_out: bool,
     /// Resources that it used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub usage: Option<Usage>,
+    pub usage: Option<ProcessUsage>,
 }
 
 /// Resources used by a process and its awaited descendants.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Usage {
+pub struct ProcessUsage {
     /// CPU time in user mode.
     pub user_ms: u64,
     /// CPU time in the kernel.
@@ -925,7 +925,7 @@ mod tests {
                 r#"{"regex":"a+","stream":"stderr"}"#,
                 Condition::Regex {
                     regex: "a+".to_owned(),
-                    stream: Some(Stream::Stderr),
+                    stream: Some(OutputStream::Stderr),
                 },
             ),
             (

@@ -199,23 +199,23 @@ pub enum Permissions {
     /// The server enforces these permissions.
     Managed {
         /// File permissions.
-        file_system: FileSystem,
+        file_system: FilePermissions,
         /// Network permission.
-        network: Network,
+        network: NetworkPermission,
     },
     /// Everything is allowed.
     Disabled,
     /// Another component enforces file permissions.
     External {
         /// Network permission.
-        network: Network,
+        network: NetworkPermission,
     },
 }
 
 /// Whether the network may be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Network {
+pub enum NetworkPermission {
     /// No network.
     Restricted,
     /// Full network.
@@ -225,13 +225,13 @@ pub enum Network {
 /// File permissions.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
-pub enum FileSystem {
+pub enum FilePermissions {
     /// All files.
     Unrestricted,
     /// The entries; for each path the longest entry that contains it applies.
     Restricted {
         /// Grants and denials.
-        entries: Vec<Entry>,
+        entries: Vec<SandboxEntry>,
         /// Depth to which glob patterns are expanded.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         glob_scan_max_depth: Option<NonZeroUsize>,
@@ -240,11 +240,11 @@ pub enum FileSystem {
 
 /// One grant or denial.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Entry {
+pub struct SandboxEntry {
     /// The paths.
     pub path: EntryPath,
     /// Access to them and everything below.
-    pub access: Access,
+    pub access: PathAccess,
     /// What to do if the path does not exist.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub missing_path_behavior: Option<MissingPathBehavior>,
@@ -253,7 +253,7 @@ pub struct Entry {
 /// Access to a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Access {
+pub enum PathAccess {
     /// Read only.
     Read,
     /// Read and write.
@@ -288,14 +288,14 @@ pub enum EntryPath {
     /// Paths with a special name.
     Special {
         /// The name.
-        value: Special,
+        value: SpecialPath,
     },
 }
 
 /// Special names of paths.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-pub enum Special {
+pub enum SpecialPath {
     /// `/`.
     Root,
     /// System files that programs need to run, read only.
@@ -324,7 +324,7 @@ pub enum Special {
 /// Report of how much of a policy is enforced.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Enforcement {
+pub struct EnforcementReport {
     /// Summary.
     pub level: EnforcementLevel,
     /// Mechanisms that enforce it.
@@ -436,18 +436,18 @@ mod tests {
         }))
         .unwrap();
         let Permissions::Managed {
-            file_system: FileSystem::Restricted { entries, .. },
-            network: Network::Restricted,
+            file_system: FilePermissions::Restricted { entries, .. },
+            network: NetworkPermission::Restricted,
         } = &sandbox.permissions
         else {
             panic!("{sandbox:?}");
         };
-        assert_eq!(entries[2].access, Access::Deny);
+        assert_eq!(entries[2].access, PathAccess::Deny);
         let subpath = Some("x".to_owned());
         assert_eq!(
             entries[2].path,
             EntryPath::Special {
-                value: Special::ProjectRoots { subpath }
+                value: SpecialPath::ProjectRoots { subpath }
             }
         );
         let again = serde_json::to_value(&sandbox).unwrap();

@@ -13,12 +13,12 @@ use crate::limits::MAX_JSON_DEPTH;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{reason} at byte {at}")]
 pub struct ScanError {
-    reason: Reason,
+    reason: ScanReason,
     at: usize,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-enum Reason {
+enum ScanReason {
     #[error("expected {0}")]
     Expected(&'static str),
     #[error("unexpected end")]
@@ -56,13 +56,13 @@ pub fn members(text: &str, max_values: usize) -> Result<Vec<(Cow<'_, str>, &str)
     let mut members = Vec::with_capacity(6);
     scanner.skip_space();
     if scanner.peek() != Some(b'{') {
-        return Err(scanner.fail(Reason::Expected("an object")));
+        return Err(scanner.fail(ScanReason::Expected("an object")));
     }
     scanner.count()?;
     scanner.object(1, &mut |key, value| members.push((key.clone(), value)))?;
     scanner.skip_space();
     if scanner.at < scanner.bytes.len() {
-        return Err(scanner.fail(Reason::Trailing));
+        return Err(scanner.fail(ScanReason::Trailing));
     }
     Ok(members)
 }
@@ -79,7 +79,7 @@ struct Scanner<'a> {
 }
 
 impl<'a> Scanner<'a> {
-    fn fail(&self, reason: Reason) -> ScanError {
+    fn fail(&self, reason: ScanReason) -> ScanError {
         ScanError {
             reason,
             at: self.at,
@@ -99,7 +99,7 @@ impl<'a> Scanner<'a> {
     fn count(&mut self) -> Result<(), ScanError> {
         self.values += 1;
         if self.values > self.max_values {
-            return Err(self.fail(Reason::Values(self.max_values)));
+            return Err(self.fail(ScanReason::Values(self.max_values)));
         }
         Ok(())
     }
@@ -108,7 +108,7 @@ impl<'a> Scanner<'a> {
     fn value(&mut self, depth: usize) -> Result<(), ScanError> {
         self.count()?;
         match self.peek() {
-            Some(b'{' | b'[') if depth == MAX_JSON_DEPTH => Err(self.fail(Reason::Depth)),
+            Some(b'{' | b'[') if depth == MAX_JSON_DEPTH => Err(self.fail(ScanReason::Depth)),
             Some(b'{') => self.object(depth + 1, &mut |_, _| {}),
             Some(b'[') => self.array(depth + 1),
             Some(b'"') => self.string().map(|_| ()),
@@ -116,8 +116,8 @@ impl<'a> Scanner<'a> {
             Some(b'f') => self.literal(b"false"),
             Some(b'n') => self.literal(b"null"),
             Some(b'-' | b'0'..=b'9') => self.number(),
-            Some(_) => Err(self.fail(Reason::Expected("a value"))),
-            None => Err(self.fail(Reason::End)),
+            Some(_) => Err(self.fail(ScanReason::Expected("a value"))),
+            None => Err(self.fail(ScanReason::End)),
         }
     }
 
@@ -127,7 +127,7 @@ impl<'a> Scanner<'a> {
         found: &mut dyn FnMut(&Cow<'a, str>, &'a str),
     ) -> Result<(), ScanError> {
         self.at += 1;
-        let mut keys = Keys::default();
+        let mut keys = ObjectKeys::default();
         self.skip_space();
         if self.peek() == Some(b'}') {
             self.at += 1;
@@ -136,7 +136,7 @@ impl<'a> Scanner<'a> {
         loop {
             self.skip_space();
             if self.peek() != Some(b'"') {
-                return Err(self.fail(Reason::Expected("a key")));
+                return Err(self.fail(ScanReason::Expected("a key")));
             }
             let key = self.string()?;
             self.skip_space();
@@ -180,8 +180,8 @@ impl<'a> Scanner<'a> {
                 self.at += 1;
                 Ok(true)
             }
-            Some(_) => Err(self.fail(Reason::Expected(expected))),
-            None => Err(self.fail(Reason::End)),
+            Some(_) => Err(self.fail(ScanReason::Expected(expected))),
+            None => Err(self.fail(ScanReason::End)),
         }
     }
 
@@ -191,14 +191,14 @@ impl<'a> Scanner<'a> {
                 self.at += 1;
                 Ok(())
             }
-            Some(_) => Err(self.fail(Reason::Expected(name))),
-            None => Err(self.fail(Reason::End)),
+            Some(_) => Err(self.fail(ScanReason::Expected(name))),
+            None => Err(self.fail(ScanReason::End)),
         }
     }
 
     fn literal(&mut self, literal: &'static [u8]) -> Result<(), ScanError> {
         if !self.bytes[self.at..].starts_with(literal) {
-            return Err(self.fail(Reason::Expected("a value")));
+            return Err(self.fail(ScanReason::Expected("a value")));
         }
         self.at += literal.len();
         Ok(())
@@ -217,11 +217,11 @@ impl<'a> Scanner<'a> {
             let plain = &part[..stop.unwrap_or(part.len())];
             // Written so that the compiler vectorizes it.
             if plain.iter().fold(u8::MAX, |low, &byte| low.min(byte)) < b' ' {
-                return Err(self.fail(Reason::String));
+                return Err(self.fail(ScanReason::String));
             }
             self.at += plain.len();
             match self.peek() {
-                None => return Err(self.fail(Reason::End)),
+                None => return Err(self.fail(ScanReason::End)),
                 Some(_) if stop.is_none() => continue,
                 Some(b'"') => {
                     self.at += 1;
@@ -235,7 +235,7 @@ impl<'a> Scanner<'a> {
             self.at += 2;
             if self.at > self.bytes.len() {
                 self.at = self.bytes.len();
-                return Err(self.fail(Reason::End));
+                return Err(self.fail(ScanReason::End));
             }
         }
         if !escaped {
@@ -244,7 +244,7 @@ impl<'a> Scanner<'a> {
         // Escapes are rare in long strings; the library decodes them.
         match serde_json::from_slice(&self.bytes[start..self.at]) {
             Ok(text) => Ok(Cow::Owned(text)),
-            Err(_) => Err(self.fail(Reason::String)),
+            Err(_) => Err(self.fail(ScanReason::String)),
         }
     }
 
@@ -274,7 +274,7 @@ impl<'a> Scanner<'a> {
         if text.contains(['e', 'E']) || text.len() > SURELY_FINITE {
             let finite = serde_json::from_str::<f64>(text).is_ok_and(f64::is_finite);
             if !finite {
-                return Err(self.fail(Reason::Number));
+                return Err(self.fail(ScanReason::Number));
             }
         }
         Ok(())
@@ -287,7 +287,7 @@ impl<'a> Scanner<'a> {
             self.at += 1;
         }
         if self.at == start {
-            return Err(self.fail(Reason::Number));
+            return Err(self.fail(ScanReason::Number));
         }
         Ok(())
     }
@@ -295,12 +295,12 @@ impl<'a> Scanner<'a> {
 
 /// Keys of one object so far; a list for few keys, a set for more.
 #[derive(Default)]
-struct Keys<'a> {
+struct ObjectKeys<'a> {
     few: Vec<Cow<'a, str>>,
     many: HashSet<Cow<'a, str>>,
 }
 
-impl<'a> Keys<'a> {
+impl<'a> ObjectKeys<'a> {
     /// With fewer keys, comparing all is faster than hashing.
     const FEW: usize = 24;
 
@@ -308,12 +308,12 @@ impl<'a> Keys<'a> {
     /// whose values were not counted. Such keys are therefore rejected.
     const PRIVATE: &'static str = "$serde_json::private::";
 
-    fn insert(&mut self, key: Cow<'a, str>) -> Result<(), Reason> {
+    fn insert(&mut self, key: Cow<'a, str>) -> Result<(), ScanReason> {
         if key.starts_with(Self::PRIVATE) {
-            return Err(Reason::Reserved(key.into_owned()));
+            return Err(ScanReason::Reserved(key.into_owned()));
         }
         if self.few.contains(&key) || self.many.contains(&key) {
-            return Err(Reason::Duplicate(key.into_owned()));
+            return Err(ScanReason::Duplicate(key.into_owned()));
         }
         if self.few.len() < Self::FEW {
             self.few.push(key);
@@ -384,7 +384,7 @@ mod tests {
                     }
                 }
                 Err(error) => {
-                    let repeated = matches!(error.reason, Reason::Duplicate(_));
+                    let repeated = matches!(error.reason, ScanReason::Duplicate(_));
                     let object = library.is_ok_and(|value| value.is_object());
                     prop_assert!(repeated || !object, "{text}: {error}");
                 }

@@ -10,7 +10,7 @@ use std::fmt;
 use Scope::{Exec, FsRead, FsWrite, Observe};
 
 use crate::method::{Empty, Method, NoParams};
-use crate::params::Guarded;
+use crate::params::SafeMembers;
 use crate::path::PathUri;
 use crate::{capability, command, environment, fs, http, params, process, session};
 
@@ -50,7 +50,7 @@ impl fmt::Display for Scope {
 
 /// What requests of a method may change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Changes {
+pub enum MethodChanges {
     /// Nothing.
     Nothing,
     /// The session or the connection of the client itself.
@@ -63,7 +63,7 @@ pub enum Changes {
     Network,
 }
 
-impl Changes {
+impl MethodChanges {
     /// A noun for the documentation.
     pub const fn name(self) -> &'static str {
         match self {
@@ -97,7 +97,7 @@ impl<'a> FileChange<'a> {
 
 /// A row of the table.
 #[derive(Debug)]
-pub struct Row {
+pub struct MethodRow {
     /// The name on the wire.
     pub name: &'static str,
     /// What its methods are called in the errors of the handshake; `initialize`, which needs none,
@@ -107,7 +107,7 @@ pub struct Row {
     /// them in particular, see [`ServedMethod::scopes`].
     pub scopes: &'static [Scope],
     /// What requests may change.
-    pub changes: Changes,
+    pub changes: MethodChanges,
     /// Whether a client may send a request again when the connection is lost before the answer: twice
     /// is the same as once. `process/write` is, because the server knows its `writeId` again; open
     /// files and watches belong to one connection.
@@ -123,7 +123,7 @@ pub trait ServedMethod: Method {
 
     /// Names that unknown members must not look like: what these stand for would be lost, and the
     /// request do more than its sender meant to allow.
-    const GUARDED: Guarded = EVERYWHERE;
+    const GUARDED: SafeMembers = EVERYWHERE;
 
     /// Decodes params, which are an object (`null` as well for methods without params).
     ///
@@ -146,11 +146,11 @@ pub trait ServedMethod: Method {
 }
 
 /// Guarded by every method, so that a policy has an effect or the request an error.
-pub(crate) const EVERYWHERE: Guarded = &["sandbox"];
+pub(crate) const EVERYWHERE: SafeMembers = &["sandbox"];
 
 /// Guarded by methods that start processes, those of the first generation, which have none of these,
 /// included.
-const STARTING: Guarded = &[
+const STARTING: SafeMembers = &[
     "sandbox",
     "enforceManagedNetwork",
     "managedNetwork",
@@ -161,7 +161,7 @@ const STARTING: Guarded = &[
 ];
 
 /// Guarded by `http/request`.
-const REQUESTING: Guarded = &[
+const REQUESTING: SafeMembers = &[
     "sandbox",
     "enforceManagedNetwork",
     "managedNetwork",
@@ -171,7 +171,7 @@ const REQUESTING: Guarded = &[
 ];
 
 /// Guarded by methods that can refuse links.
-pub(crate) const AT_PATHS: Guarded = &["sandbox", "followSymlinks"];
+pub(crate) const AT_PATHS: SafeMembers = &["sandbox", "followSymlinks"];
 
 /// Makes the list of methods, their rows and their types' traits. What follows `=>` overrides items
 /// of [`ServedMethod`].
@@ -197,12 +197,12 @@ macro_rules! table {
             pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
         }
 
-        const ROWS: &[Row] = &[$(
-            Row {
+        const ROWS: &[MethodRow] = &[$(
+            MethodRow {
                 name: $wire,
                 family: $family,
                 scopes: &$scopes,
-                changes: Changes::$changes,
+                changes: MethodChanges::$changes,
                 repeatable: $repeatable,
                 extensions: &$extensions,
             },
@@ -210,7 +210,7 @@ macro_rules! table {
 
         #[cfg(test)]
         impl MethodId {
-            fn guarded(self) -> Guarded {
+            fn guarded(self) -> SafeMembers {
                 match self {
                     $(Self::$variant => <$method>::GUARDED,)*
                 }
@@ -248,13 +248,13 @@ table! {
         family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: false,
         extensions: ["command/exec", "command/exec/exited", "command/exec/outputDelta"],
         =>
-        const GUARDED: Guarded = STARTING;
+        const GUARDED: SafeMembers = STARTING;
     }
-    CommandTerminate: command::Terminate = "command/exec/terminate" (command::TerminateParams) -> command::TerminateResult {
+    CommandTerminate: command::Terminate = "command/exec/terminate" (command::ExecTerminateParams) -> command::ExecTerminateResult {
         family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: false,
         extensions: ["command/exec/terminate"],
     }
-    CommandWrite: command::Write = "command/exec/write" (command::WriteParams) -> command::WriteResult {
+    CommandWrite: command::Write = "command/exec/write" (command::ExecWriteParams) -> command::ExecWriteResult {
         family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: false,
         extensions: ["command/exec/write"],
     }
@@ -262,7 +262,7 @@ table! {
         family: Some("environment info"), scopes: [], changes: Nothing, repeatable: true,
         extensions: [],
     }
-    EnvironmentStatus: environment::Status = "environment/status" (NoParams) -> environment::EnvironmentStatus {
+    EnvironmentStatus: environment::Status = "environment/status" (NoParams) -> environment::StatusResult {
         family: Some("environment status"), scopes: [], changes: Nothing, repeatable: true,
         extensions: [],
     }
@@ -290,7 +290,7 @@ table! {
         family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: false,
         extensions: [],
         =>
-        const GUARDED: Guarded = AT_PATHS;
+        const GUARDED: SafeMembers = AT_PATHS;
         fn file_change(params: &fs::CreateDirectoryParams) -> Option<FileChange<'_>> {
             Some(FileChange::at(&params.path))
         }
@@ -303,14 +303,14 @@ table! {
             Some(FileChange::at(&params.path))
         }
     }
-    FsGetMetadata: fs::GetMetadata = "fs/getMetadata" (fs::GetMetadataParams) -> fs::Metadata {
+    FsGetMetadata: fs::GetMetadata = "fs/getMetadata" (fs::GetMetadataParams) -> fs::MetadataResult {
         family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
         extensions: [
             "fs/getMetadata#gid", "fs/getMetadata#inode", "fs/getMetadata#mode",
             "fs/getMetadata#symlinkTarget", "fs/getMetadata#uid",
         ],
         =>
-        const GUARDED: Guarded = AT_PATHS;
+        const GUARDED: SafeMembers = AT_PATHS;
     }
     FsHash: fs::Hash = "fs/hash" (fs::HashParams) -> fs::HashResult {
         family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
@@ -342,13 +342,13 @@ table! {
         family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
         extensions: [],
         =>
-        const GUARDED: Guarded = AT_PATHS;
+        const GUARDED: SafeMembers = AT_PATHS;
     }
     FsRemove: fs::Remove = "fs/remove" (fs::RemoveParams) -> Empty {
         family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: false,
         extensions: [],
         =>
-        const GUARDED: Guarded = AT_PATHS;
+        const GUARDED: SafeMembers = AT_PATHS;
         fn file_change(params: &fs::RemoveParams) -> Option<FileChange<'_>> {
             Some(FileChange::at(&params.path))
         }
@@ -369,7 +369,7 @@ table! {
         family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: true,
         extensions: ["fs/setMetadata"],
         =>
-        const GUARDED: Guarded = AT_PATHS;
+        const GUARDED: SafeMembers = AT_PATHS;
         fn file_change(params: &fs::SetMetadataParams) -> Option<FileChange<'_>> {
             Some(FileChange::at(&params.path))
         }
@@ -402,7 +402,7 @@ table! {
         family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: true,
         extensions: ["fs/writeFile#mode", "fs/writeFile#modifiedAtMs"],
         =>
-        const GUARDED: Guarded = AT_PATHS;
+        const GUARDED: SafeMembers = AT_PATHS;
         fn decode(raw: &str) -> serde_json::Result<fs::WriteFileParams> {
             fs::WriteFileParams::decode(raw)
         }
@@ -418,7 +418,7 @@ table! {
         family: Some("http"), scopes: [Exec], changes: Network, repeatable: false,
         extensions: ["http/request#decompress"],
         =>
-        const GUARDED: Guarded = REQUESTING;
+        const GUARDED: SafeMembers = REQUESTING;
     }
     Initialize: session::Initialize = "initialize" (session::InitializeParams) -> session::InitializeResponse {
         family: None, scopes: [], changes: Session, repeatable: false,
@@ -457,7 +457,7 @@ table! {
             "process/start#timeoutMs",
         ],
         =>
-        const GUARDED: Guarded = STARTING;
+        const GUARDED: SafeMembers = STARTING;
     }
     ProcessTerminate: process::Terminate = "process/terminate" (process::TerminateParams) -> process::TerminateResult {
         family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: true,
@@ -495,7 +495,7 @@ impl MethodId {
     }
 
     /// Its row.
-    pub const fn row(self) -> &'static Row {
+    pub const fn row(self) -> &'static MethodRow {
         &ROWS[self as usize]
     }
 
@@ -555,7 +555,7 @@ pub static NOT_OFFERED: &[NotOffered] = &[NotOffered {
 
 /// What a request names.
 #[derive(Debug, Clone, Copy)]
-pub enum Named<'a> {
+pub enum RequestedMethod<'a> {
     /// A method with a row.
     Served(MethodId),
     /// A method of the compatible wire that is not offered.
@@ -564,7 +564,7 @@ pub enum Named<'a> {
     Unknown(&'a str),
 }
 
-impl<'a> Named<'a> {
+impl<'a> RequestedMethod<'a> {
     /// Finds the method of this name.
     pub fn of(name: &'a str) -> Self {
         if let Some(method) = MethodId::of(name) {
@@ -715,11 +715,13 @@ mod tests {
             let row = id.row();
             let needs = |scope| row.scopes.contains(&scope);
             match row.changes {
-                Changes::Files => assert!(needs(FsWrite), "{}", row.name),
-                Changes::Processes | Changes::Network => {
+                MethodChanges::Files => assert!(needs(FsWrite), "{}", row.name),
+                MethodChanges::Processes | MethodChanges::Network => {
                     assert_eq!(row.scopes, [Exec], "{}", row.name)
                 }
-                Changes::Nothing | Changes::Session => assert!(!needs(FsWrite), "{}", row.name),
+                MethodChanges::Nothing | MethodChanges::Session => {
+                    assert!(!needs(FsWrite), "{}", row.name)
+                }
             }
         }
     }

@@ -11,8 +11,10 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use exec_server_relay::keys::Authorization;
-use exec_server_relay::noise::Identity;
-use exec_server_relay::{Endpoint, Event, ExecutorConfig, HarnessConfig, Limits, SendError};
+use exec_server_relay::noise::StaticKeys;
+use exec_server_relay::{
+    Endpoint, EndpointEvent, EndpointLimits, RelayExecutorConfig, RelayHarnessConfig, SendError,
+};
 
 /// Not random; never use it for real keys.
 fn entropy() -> impl FnMut(&mut [u8]) + Send {
@@ -44,13 +46,13 @@ fn main() {
 
 fn open(acknowledge: bool) -> (Endpoint, Endpoint, [exec_server_relay::StreamKey; 2]) {
     let now = Instant::now();
-    let mut limits = Limits::default();
+    let mut limits = EndpointLimits::default();
     limits.acknowledge = acknowledge;
     let mut random = entropy();
-    let identity = Identity::generate(&mut random);
+    let identity = StaticKeys::generate(&mut random);
     let key = identity.public_key().clone();
     let mut executor = Endpoint::executor(
-        ExecutorConfig {
+        RelayExecutorConfig {
             environment_id: "e".into(),
             registration_id: "r".into(),
             identity,
@@ -59,11 +61,11 @@ fn open(acknowledge: bool) -> (Endpoint, Endpoint, [exec_server_relay::StreamKey
         Box::new(entropy()),
     );
     let (mut harness, here) = Endpoint::harness(
-        HarnessConfig {
+        RelayHarnessConfig {
             environment_id: "e".into(),
             registration_id: "r".into(),
             stream_id: "0b2f3c6e-0000-4000-8000-000000000001".into(),
-            identity: Identity::generate(&mut random),
+            identity: StaticKeys::generate(&mut random),
             executor: key,
             authorization: Authorization::new("a").unwrap(),
             limits,
@@ -77,7 +79,7 @@ fn open(acknowledge: bool) -> (Endpoint, Endpoint, [exec_server_relay::StreamKey
     while let Some(frame) = harness.poll_transmit(now) {
         executor.handle_frame(now, &frame.to_vec()).unwrap();
     }
-    let Some(Event::AdmissionRequested { stream, .. }) = executor.poll_event() else {
+    let Some(EndpointEvent::AdmissionRequested { stream, .. }) = executor.poll_event() else {
         panic!("no admission request");
     };
     executor.admit(now, stream);

@@ -13,15 +13,15 @@ use bytes::Bytes;
 use crate::frame::{self, Body, Frame, FrameError, Transmit};
 use crate::keys::{Authorization, PublicKey};
 use crate::limits::{
-    Limits, MAX_MESSAGE_BYTES, MAX_QUEUED_RESETS, MAX_REMEMBERED_HANDSHAKES, MAX_TOMBSTONES,
+    EndpointLimits, MAX_MESSAGE_BYTES, MAX_QUEUED_RESETS, MAX_REMEMBERED_HANDSHAKES, MAX_TOMBSTONES,
 };
-use crate::noise::{Entropy, HandshakeError, Identity, Initiator, Responder, prologue};
-use crate::reason::Reason;
-use crate::stream::{Mode, Stream};
+use crate::noise::{Entropy, HandshakeError, Initiator, Responder, StaticKeys, prologue};
+use crate::reason::EndReason;
+use crate::stream::{Mode, StreamMachine};
 
 /// Role of an endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Role {
+pub enum EndpointRole {
     /// Opens one stream and uses it.
     Harness,
     /// Admits streams and serves them.
@@ -34,20 +34,20 @@ pub struct StreamKey(u64);
 
 /// Configuration of an executor.
 #[derive(Debug)]
-pub struct ExecutorConfig {
+pub struct RelayExecutorConfig {
     /// The registered environment id.
     pub environment_id: String,
     /// The registration id that the registry returned.
     pub registration_id: String,
     /// The identity whose public key is registered.
-    pub identity: Identity,
+    pub identity: StaticKeys,
     /// Limits of the endpoint.
-    pub limits: Limits,
+    pub limits: EndpointLimits,
 }
 
 /// Configuration of a harness.
 #[derive(Debug)]
-pub struct HarnessConfig {
+pub struct RelayHarnessConfig {
     /// The environment to connect to.
     pub environment_id: String,
     /// The registration id that the registry returned.
@@ -55,21 +55,21 @@ pub struct HarnessConfig {
     /// A new id that cannot be guessed: a random UUID.
     pub stream_id: String,
     /// The harness's own identity.
-    pub identity: Identity,
+    pub identity: StaticKeys,
     /// The public key that the executor must prove.
     pub executor: PublicKey,
     /// The authorization that the registry issued for this connection.
     pub authorization: Authorization,
     /// Limits of the endpoint.
-    pub limits: Limits,
+    pub limits: EndpointLimits,
 }
 
 /// A change that the application has to handle.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Event {
+pub enum EndpointEvent {
     /// Executor: a harness requests admission. Answer with [`Endpoint::admit`] or
-    /// [`Endpoint::refuse`]; after [`Limits::admission`] without an answer the endpoint refuses.
+    /// [`Endpoint::refuse`]; after [`EndpointLimits::admission`] without an answer the endpoint refuses.
     AdmissionRequested {
         /// The requested stream.
         stream: StreamKey,
@@ -96,7 +96,7 @@ pub enum Event {
         /// The stream.
         stream: StreamKey,
         /// Why it ended.
-        reason: Reason,
+        reason: EndReason,
         /// Whether the peer or the rendezvous server ended it.
         by_peer: bool,
         /// Messages that were received and not read.
@@ -122,7 +122,7 @@ pub enum SendError {
 /// Statistics of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Stats {
+pub struct StreamStats {
     /// Whether the peer acknowledges.
     pub mode: Mode,
     /// Records that were sent more than once.
@@ -140,9 +140,9 @@ pub struct Stats {
 /// After any call, poll [`Endpoint::poll_event`] and [`Endpoint::poll_transmit`] until they return
 /// `None`, then sleep until [`Endpoint::next_deadline`] and call [`Endpoint::handle_timeout`].
 pub struct Endpoint {
-    role: Role,
-    limits: Arc<Limits>,
-    streams: BTreeMap<StreamKey, Stream>,
+    role: EndpointRole,
+    limits: Arc<EndpointLimits>,
+    streams: BTreeMap<StreamKey, StreamMachine>,
     ids: BTreeMap<Arc<str>, StreamKey>,
     next_key: u64,
     /// Whether a socket is connected.
@@ -152,24 +152,24 @@ pub struct Endpoint {
     /// served in turns; `control` comes first.
     control: VecDeque<StreamKey>,
     data: VecDeque<StreamKey>,
-    events: VecDeque<Event>,
+    events: VecDeque<EndpointEvent>,
     /// The sum over `streams`.
     inbound_bytes: usize,
     /// Admission state of an executor; `None` for a harness.
-    admission: Option<Admission>,
+    admission: Option<HandshakeAdmission>,
 }
 
 /// Admission state of an executor: recent handshakes and ended streams.
-struct Admission {
+struct HandshakeAdmission {
     environment_id: String,
     registration_id: String,
-    identity: Identity,
+    identity: StaticKeys,
     entropy: Box<dyn Entropy + Send>,
     /// Recent failures, in thousandths, and the time of that count.
     failures: (u64, Option<Instant>),
     seen: BTreeSet<[u8; 32]>,
     seen_order: VecDeque<[u8; 32]>,
-    tombstones: VecDeque<(Arc<str>, Reason)>,
+    tombstones: VecDeque<(Arc<str>, EndReason)>,
 }
 
 impl fmt::Debug for Endpoint {
@@ -184,11 +184,11 @@ impl fmt::Debug for Endpoint {
 
 impl Endpoint {
     /// Creates an executor without streams and without a socket.
-    pub fn executor(config: ExecutorConfig, entropy: Box<dyn Entropy + Send>) -> Self {
+    pub fn executor(config: RelayExecutorConfig, entropy: Box<dyn Entropy + Send>) -> Self {
         Self::new(
-            Role::Executor,
+            EndpointRole::Executor,
             config.limits,
-            Some(Admission {
+            Some(HandshakeAdmission {
                 environment_id: config.environment_id,
                 registration_id: config.registration_id,
                 identity: config.identity,
@@ -207,7 +207,7 @@ impl Endpoint {
     ///
     /// The executor's public key is not valid.
     pub fn harness(
-        config: HarnessConfig,
+        config: RelayHarnessConfig,
         now: Instant,
         entropy: &mut dyn Entropy,
     ) -> Result<(Self, StreamKey), HandshakeError> {
@@ -223,15 +223,19 @@ impl Endpoint {
             config.authorization.reveal().as_bytes(),
             entropy,
         )?;
-        let mut endpoint = Self::new(Role::Harness, config.limits, None);
+        let mut endpoint = Self::new(EndpointRole::Harness, config.limits, None);
         let limits = Arc::clone(&endpoint.limits);
         let id: Arc<str> = config.stream_id.into();
-        let stream = Stream::handshaking(id, limits, now, initiator, message);
+        let stream = StreamMachine::handshaking(id, limits, now, initiator, message);
         let key = endpoint.insert(stream);
         Ok((endpoint, key))
     }
 
-    fn new(role: Role, limits: Limits, admission: Option<Admission>) -> Self {
+    fn new(
+        role: EndpointRole,
+        limits: EndpointLimits,
+        admission: Option<HandshakeAdmission>,
+    ) -> Self {
         Self {
             role,
             limits: Arc::new(limits),
@@ -248,7 +252,7 @@ impl Endpoint {
         }
     }
 
-    fn insert(&mut self, stream: Stream) -> StreamKey {
+    fn insert(&mut self, stream: StreamMachine) -> StreamKey {
         let key = StreamKey(self.next_key);
         self.next_key += 1;
         self.ids.insert(Arc::clone(&stream.id), key);
@@ -265,15 +269,15 @@ impl Endpoint {
 
     /// Bytes buffered for all streams, in both directions.
     pub fn buffered_bytes(&self) -> usize {
-        let outbound = self.streams.values().map(Stream::outbound_bytes);
+        let outbound = self.streams.values().map(StreamMachine::outbound_bytes);
         let resets = self.resets.iter().map(Transmit::len);
         self.inbound_bytes + outbound.sum::<usize>() + resets.sum::<usize>()
     }
 
     /// Returns the statistics of a stream.
-    pub fn stats(&self, stream: StreamKey) -> Option<Stats> {
+    pub fn stats(&self, stream: StreamKey) -> Option<StreamStats> {
         let stream = self.streams.get(&stream)?;
-        Some(Stats {
+        Some(StreamStats {
             mode: stream.mode(),
             retransmitted: stream.retransmitted(),
             round_trip: stream.round_trip(),
@@ -298,7 +302,9 @@ impl Endpoint {
         };
         let mode = pending.mode();
         match pending.admit(now) {
-            Ok(()) => self.events.push_back(Event::Opened { stream, mode }),
+            Ok(()) => self
+                .events
+                .push_back(EndpointEvent::Opened { stream, mode }),
             Err(reason) => self.fail_handshake(now, stream, reason),
         }
         self.schedule(now, stream);
@@ -306,11 +312,11 @@ impl Endpoint {
 
     /// Executor: refuses a harness with a reset, or with a handshake message if the reason is
     /// [`Reason::ExecutorRejected`].
-    pub fn refuse(&mut self, now: Instant, stream: StreamKey, reason: Reason) {
+    pub fn refuse(&mut self, now: Instant, stream: StreamKey, reason: EndReason) {
         let Some(pending) = self.streams.get_mut(&stream).filter(|s| s.is_pending()) else {
             return;
         };
-        if reason == Reason::ExecutorRejected
+        if reason == EndReason::ExecutorRejected
             && let Some(answer) = pending.refuse_executor_rejected()
         {
             self.note_failure(now);
@@ -321,7 +327,7 @@ impl Endpoint {
         self.fail_handshake(now, stream, reason);
     }
 
-    fn fail_handshake(&mut self, now: Instant, stream: StreamKey, reason: Reason) {
+    fn fail_handshake(&mut self, now: Instant, stream: StreamKey, reason: EndReason) {
         self.note_failure(now);
         self.end(stream, reason, false);
     }
@@ -329,7 +335,7 @@ impl Endpoint {
     /// Bytes that [`Endpoint::send_message`] would accept now; one message of any size fits while
     /// this is not 0.
     pub fn capacity(&self, stream: StreamKey) -> usize {
-        self.streams.get(&stream).map_or(0, Stream::capacity)
+        self.streams.get(&stream).map_or(0, StreamMachine::capacity)
     }
 
     /// Queues a message; it is sent when the stream is open and the peer has granted credit.
@@ -382,12 +388,12 @@ impl Endpoint {
             closing.close(now);
             self.schedule(now, stream);
         } else {
-            self.end(stream, Reason::Closed, false);
+            self.end(stream, EndReason::Closed, false);
         }
     }
 
     /// Ends a stream immediately.
-    pub fn reset(&mut self, stream: StreamKey, reason: Reason) {
+    pub fn reset(&mut self, stream: StreamKey, reason: EndReason) {
         self.end(stream, reason, false);
     }
 
@@ -411,7 +417,7 @@ impl Endpoint {
         self.up = false;
         for key in self.keys() {
             if self.streams.get_mut(&key).is_some_and(|s| !s.socket_lost()) {
-                self.end(key, Reason::SocketLost, true);
+                self.end(key, EndReason::SocketLost, true);
             }
         }
         self.resets.clear();
@@ -435,9 +441,9 @@ impl Endpoint {
         let frame = match frame::decode(bytes) {
             Ok(frame) => frame,
             Err(error) => {
-                if self.role == Role::Harness {
+                if self.role == EndpointRole::Harness {
                     for key in self.keys() {
-                        self.end(key, Reason::InvalidFrame, true);
+                        self.end(key, EndReason::InvalidFrame, true);
                     }
                 }
                 return Err(error);
@@ -445,7 +451,7 @@ impl Endpoint {
         };
         let Some(&key) = self.ids.get(frame.stream_id.as_ref()) else {
             // A harness ignores frames of other streams.
-            if self.role == Role::Executor {
+            if self.role == EndpointRole::Executor {
                 self.handle_unknown_stream(now, &frame);
             }
             return Ok(());
@@ -456,11 +462,11 @@ impl Endpoint {
         let before = stream.inbound_bytes();
         let result = match (&frame.body, self.role) {
             (Body::Reset { reason }, _) => {
-                let reason = Reason::parse(reason);
+                let reason = EndReason::parse(reason);
                 self.handle_reset(key, reason);
                 return Ok(());
             }
-            (Body::Handshake { payload }, Role::Executor) => {
+            (Body::Handshake { payload }, EndpointRole::Executor) => {
                 // Another handshake for the same id is from another harness and is ignored: a reset
                 // would end the stream of the first one.
                 if stream.handshake_hash == digest(payload) {
@@ -468,17 +474,18 @@ impl Endpoint {
                 }
                 Ok(())
             }
-            (Body::Handshake { payload }, Role::Harness) => {
+            (Body::Handshake { payload }, EndpointRole::Harness) => {
                 let offers_credit = frame.acks.credit != 0;
                 match stream.finish_handshake(payload, offers_credit) {
                     Ok(true) => {
                         let mode = stream.mode();
-                        self.events.push_back(Event::Opened { stream: key, mode });
+                        self.events
+                            .push_back(EndpointEvent::Opened { stream: key, mode });
                         stream.handle(now, &frame)
                     }
-                    Err(Reason::ExecutorRejected) => {
+                    Err(EndReason::ExecutorRejected) => {
                         // As final as a reset, and authenticated.
-                        self.end(key, Reason::ExecutorRejected, true);
+                        self.end(key, EndReason::ExecutorRejected, true);
                         return Ok(());
                     }
                     other => other.map(|_| ()),
@@ -491,14 +498,14 @@ impl Endpoint {
             Err(reason) if stream.is_pending() => self.fail_handshake(now, key, reason),
             Err(reason) => self.end(key, reason, false),
             Ok(()) if self.inbound_bytes > self.limits.total_received_bytes => {
-                self.end(key, Reason::ReceiveOverflow, false);
+                self.end(key, EndReason::ReceiveOverflow, false);
             }
             Ok(()) => self.schedule(now, key),
         }
         Ok(())
     }
 
-    fn handle_reset(&mut self, key: StreamKey, reason: Reason) {
+    fn handle_reset(&mut self, key: StreamKey, reason: EndReason) {
         let Some(stream) = self.streams.get_mut(&key) else {
             return;
         };
@@ -507,8 +514,8 @@ impl Endpoint {
         }
         // Only a reliable executor sends this, and only in response to a frame that arrived before
         // the handshake or after the executor dropped it.
-        let lost_handshake = self.role == Role::Harness && !stream.is_open();
-        if lost_handshake && reason == Reason::UnknownStream {
+        let lost_handshake = self.role == EndpointRole::Harness && !stream.is_open();
+        if lost_handshake && reason == EndReason::UnknownStream {
             stream.set_reliable();
             stream.repeat_handshake();
             if stream.wants_control() && !stream.in_control_queue {
@@ -536,7 +543,7 @@ impl Endpoint {
                 Some(
                     known
                         .next()
-                        .map_or(Reason::UnknownStream, |(_, r)| r.clone()),
+                        .map_or(EndReason::UnknownStream, |(_, r)| r.clone()),
                 )
             }
         };
@@ -550,7 +557,7 @@ impl Endpoint {
         now: Instant,
         frame: &Frame<'_>,
         payload: &[u8],
-    ) -> Result<(), Reason> {
+    ) -> Result<(), EndReason> {
         let hash = digest(payload);
         let pending = self.streams.values().filter(|s| s.is_pending()).count();
         let Some(admission) = &mut self.admission else {
@@ -558,16 +565,16 @@ impl Endpoint {
         };
         // Cheap checks first: decryption is the last one.
         if admission.seen.contains(&hash) {
-            return Err(Reason::HandshakeReplayed);
+            return Err(EndReason::HandshakeReplayed);
         }
         if self.streams.len() - pending >= self.limits.streams {
-            return Err(Reason::TooManyStreams);
+            return Err(EndReason::TooManyStreams);
         }
         if pending >= self.limits.pending {
-            return Err(Reason::TooManyValidations);
+            return Err(EndReason::TooManyValidations);
         }
         if admission.failures(now, &self.limits) >= u64::from(self.limits.failures) * 1000 {
-            return Err(Reason::HandshakeCooldown);
+            return Err(EndReason::HandshakeCooldown);
         }
         let prologue = prologue(
             &admission.environment_id,
@@ -582,17 +589,18 @@ impl Endpoint {
         );
         let Ok((responder, request)) = read else {
             self.note_failure(now);
-            return Err(Reason::HandshakeFailed);
+            return Err(EndReason::HandshakeFailed);
         };
         let text = String::from_utf8(request.payload).ok();
         let Some(authorization) = text.and_then(Authorization::new) else {
             self.note_failure(now);
-            return Err(Reason::AuthorizationInvalid);
+            return Err(EndReason::AuthorizationInvalid);
         };
         admission.remember(hash);
         let stream_id: Arc<str> = frame.stream_id.as_ref().into();
         let limits = Arc::clone(&self.limits);
-        let mut stream = Stream::pending(Arc::clone(&stream_id), hash, limits, now, responder);
+        let mut stream =
+            StreamMachine::pending(Arc::clone(&stream_id), hash, limits, now, responder);
         if frame.acks.credit != 0 {
             // The harness grants credit. Answer with our own credit now, so that the harness is
             // reliable while the registry validates it.
@@ -606,7 +614,7 @@ impl Endpoint {
             )?;
         }
         let key = self.insert(stream);
-        self.events.push_back(Event::AdmissionRequested {
+        self.events.push_back(EndpointEvent::AdmissionRequested {
             stream: key,
             stream_id,
             harness: request.harness,
@@ -627,7 +635,10 @@ impl Endpoint {
 
     /// When to call [`Endpoint::handle_timeout`].
     pub fn next_deadline(&self) -> Option<Instant> {
-        self.streams.values().filter_map(Stream::deadline).min()
+        self.streams
+            .values()
+            .filter_map(StreamMachine::deadline)
+            .min()
     }
 
     /// Handles all timeouts that are due.
@@ -651,7 +662,7 @@ impl Endpoint {
 
     /// Returns the next event.
     #[must_use]
-    pub fn poll_event(&mut self) -> Option<Event> {
+    pub fn poll_event(&mut self) -> Option<EndpointEvent> {
         self.events.pop_front()
     }
 
@@ -714,7 +725,7 @@ impl Endpoint {
             return;
         };
         if stream.is_drained() {
-            self.end(key, Reason::Closed, false);
+            self.end(key, EndReason::Closed, false);
             return;
         }
         stream.check_credit(now);
@@ -728,16 +739,16 @@ impl Endpoint {
         }
         if stream.has_unread() && !stream.readable_reported {
             stream.readable_reported = true;
-            self.events.push_back(Event::Readable(key));
+            self.events.push_back(EndpointEvent::Readable(key));
         }
         if stream.wants_room && stream.capacity() >= self.limits.send_bytes / 2 {
             stream.wants_room = false;
-            self.events.push_back(Event::Writable(key));
+            self.events.push_back(EndpointEvent::Writable(key));
         }
     }
 
     /// Removes a stream; sends a reset unless the peer ended it.
-    fn end(&mut self, key: StreamKey, reason: Reason, by_peer: bool) {
+    fn end(&mut self, key: StreamKey, reason: EndReason, by_peer: bool) {
         let Some(mut stream) = self.streams.remove(&key) else {
             return;
         };
@@ -754,7 +765,7 @@ impl Endpoint {
                 .tombstones
                 .push_back((Arc::clone(&stream.id), reason.clone()));
         }
-        self.events.push_back(Event::Closed {
+        self.events.push_back(EndpointEvent::Closed {
             stream: key,
             reason,
             by_peer,
@@ -762,7 +773,7 @@ impl Endpoint {
         });
     }
 
-    fn send_reset(&mut self, stream_id: &str, reason: &Reason) {
+    fn send_reset(&mut self, stream_id: &str, reason: &EndReason) {
         self.send_refusal(Transmit::reset(stream_id, reason.as_str()));
     }
 
@@ -774,9 +785,9 @@ impl Endpoint {
     }
 }
 
-impl Admission {
+impl HandshakeAdmission {
     /// Returns the remaining failures, in thousandths; the count decreases with time.
-    fn failures(&mut self, now: Instant, limits: &Limits) -> u64 {
+    fn failures(&mut self, now: Instant, limits: &EndpointLimits) -> u64 {
         let (count, since) = self.failures;
         let passed = since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
         let forgiven = passed.as_millis() as u64 * u64::from(limits.failures_per_second);

@@ -210,16 +210,16 @@ pub fn decode(bytes: &[u8]) -> Result<Frame<'_>, FrameError> {
     if bytes.len() > MAX_FRAME_BYTES {
         return Err(FrameError::TooLong(bytes.len()));
     }
-    let raw = match Raw::read(bytes) {
+    let raw = match RawFrame::read(bytes) {
         Some(raw) => raw,
-        None => Raw::general(bytes)?,
+        None => RawFrame::general(bytes)?,
     };
     raw.validate()
 }
 
 /// A decoded frame before validation.
 #[derive(Default)]
-struct Raw<'a> {
+struct RawFrame<'a> {
     version: u32,
     stream_id: Cow<'a, str>,
     acks: Acks,
@@ -240,23 +240,25 @@ enum RawBody<'a> {
     Handshake(Cow<'a, [u8]>),
 }
 
-impl<'a> Raw<'a> {
+impl<'a> RawFrame<'a> {
     /// Reads a frame in which each known field occurs at most once and no unknown field occurs;
-    /// everything else is left to [`Raw::general`].
+    /// everything else is left to [`RawFrame::general`].
     fn read(bytes: &'a [u8]) -> Option<Self> {
         let mut raw = Self::default();
-        let mut rest = Fields::new(bytes);
+        let mut rest = FieldIterator::new(bytes);
         while let Some(field) = rest.next()? {
             match field {
-                (1, Value::Int(version)) => raw.version = version as u32,
-                (2, Value::Bytes(id)) => raw.stream_id = Cow::Borrowed(str::from_utf8(id).ok()?),
-                (3, Value::Int(ack)) => raw.acks.ack = ack as u32,
-                (4, Value::Int(bits)) => raw.acks.bits = bits as u32,
-                (13, Value::Int(credit)) => raw.acks.credit = credit,
-                (11 | 12, Value::Bytes(trace)) => {
+                (1, FieldValue::Int(version)) => raw.version = version as u32,
+                (2, FieldValue::Bytes(id)) => {
+                    raw.stream_id = Cow::Borrowed(str::from_utf8(id).ok()?)
+                }
+                (3, FieldValue::Int(ack)) => raw.acks.ack = ack as u32,
+                (4, FieldValue::Int(bits)) => raw.acks.bits = bits as u32,
+                (13, FieldValue::Int(credit)) => raw.acks.credit = credit,
+                (11 | 12, FieldValue::Bytes(trace)) => {
                     str::from_utf8(trace).ok()?;
                 }
-                (number @ 5..=10, Value::Bytes(body)) => {
+                (number @ 5..=10, FieldValue::Bytes(body)) => {
                     if raw.body.is_some() {
                         return None;
                     }
@@ -334,16 +336,16 @@ impl<'a> Raw<'a> {
 
 impl<'a> RawBody<'a> {
     fn read(number: u32, bytes: &'a [u8]) -> Option<Self> {
-        let mut rest = Fields::new(bytes);
+        let mut rest = FieldIterator::new(bytes);
         let body = match number {
             5 => {
                 let (mut seq, mut index, mut count, mut payload) = (0, 0, 0, &[][..]);
                 while let Some(field) = rest.next()? {
                     match field {
-                        (1, Value::Int(value)) => seq = value as u32,
-                        (2, Value::Int(value)) => index = value as u32,
-                        (3, Value::Int(value)) => count = value as u32,
-                        (4, Value::Bytes(value)) => payload = value,
+                        (1, FieldValue::Int(value)) => seq = value as u32,
+                        (2, FieldValue::Int(value)) => index = value as u32,
+                        (3, FieldValue::Int(value)) => count = value as u32,
+                        (4, FieldValue::Bytes(value)) => payload = value,
                         _ => return None,
                     }
                 }
@@ -356,19 +358,19 @@ impl<'a> RawBody<'a> {
             }
             7 => match rest.next()? {
                 None => Self::Resume(0),
-                Some((1, Value::Int(next_seq))) => Self::Resume(next_seq as u32),
+                Some((1, FieldValue::Int(next_seq))) => Self::Resume(next_seq as u32),
                 Some(_) => return None,
             },
             8 => match rest.next()? {
                 None => Self::Reset(Cow::Borrowed("")),
-                Some((1, Value::Bytes(reason))) => {
+                Some((1, FieldValue::Bytes(reason))) => {
                     Self::Reset(Cow::Borrowed(str::from_utf8(reason).ok()?))
                 }
                 Some(_) => return None,
             },
             10 => match rest.next()? {
                 None => Self::Handshake(Cow::Borrowed(&[])),
-                Some((1, Value::Bytes(payload))) => Self::Handshake(Cow::Borrowed(payload)),
+                Some((1, FieldValue::Bytes(payload))) => Self::Handshake(Cow::Borrowed(payload)),
                 Some(_) => return None,
             },
             6 => Self::Ack,
@@ -380,26 +382,26 @@ impl<'a> RawBody<'a> {
     }
 }
 
-enum Value<'a> {
+enum FieldValue<'a> {
     Int(u64),
     Bytes(&'a [u8]),
 }
 
 /// Iterator over the fields of one message, if they have the two wire types that the schema uses.
-struct Fields<'a> {
+struct FieldIterator<'a> {
     bytes: &'a [u8],
     /// Field numbers seen so far: a repeated field has to be merged, which is left to the general
     /// decoder.
     seen: u32,
 }
 
-impl<'a> Fields<'a> {
+impl<'a> FieldIterator<'a> {
     fn new(bytes: &'a [u8]) -> Self {
         Self { bytes, seen: 0 }
     }
 
     /// Returns the next field; the outer `None` means that the general decoder is needed.
-    fn next(&mut self) -> Option<Option<(u32, Value<'a>)>> {
+    fn next(&mut self) -> Option<Option<(u32, FieldValue<'a>)>> {
         if self.bytes.is_empty() {
             return Some(None);
         }
@@ -411,12 +413,12 @@ impl<'a> Fields<'a> {
         }
         self.seen |= bit;
         let value = match tag & 7 {
-            0 => Value::Int(self.varint()?),
+            0 => FieldValue::Int(self.varint()?),
             2 => {
                 let length = usize::try_from(self.varint()?).ok()?;
                 let (value, rest) = self.bytes.split_at_checked(length)?;
                 self.bytes = rest;
-                Value::Bytes(value)
+                FieldValue::Bytes(value)
             }
             _ => return None,
         };
@@ -554,10 +556,11 @@ fn put_varint(out: &mut Vec<u8>, mut value: u64) {
 /// accepts.
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) fn check_decoders_agree(bytes: &[u8]) {
-    let Some(quick) = Raw::read(bytes) else {
+    let Some(quick) = RawFrame::read(bytes) else {
         return;
     };
-    let general = Raw::general(bytes).expect("the general decoder reads what the fast one reads");
+    let general =
+        RawFrame::general(bytes).expect("the general decoder reads what the fast one reads");
     assert_eq!(quick.validate(), general.validate());
 }
 
@@ -696,7 +699,7 @@ mod tests {
             let mut bytes = frame.encode_to_vec();
             // Varints of ten bytes are left to the general decoder.
             if credit < 1 << 62 {
-                prop_assert!(Raw::read(&bytes).is_some());
+                prop_assert!(RawFrame::read(&bytes).is_some());
             }
             check_decoders_agree(&bytes);
             if let Some((at, bit)) = flip && !bytes.is_empty() {

@@ -9,11 +9,13 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use crate::endpoint::{Endpoint, Event, ExecutorConfig, HarnessConfig, StreamKey};
+use crate::endpoint::{
+    Endpoint, EndpointEvent, RelayExecutorConfig, RelayHarnessConfig, StreamKey,
+};
 use crate::frame::{self, Acks, Transmit};
 use crate::keys::Authorization;
-use crate::limits::Limits;
-use crate::noise::{Identity, SEED_BYTES};
+use crate::limits::EndpointLimits;
+use crate::noise::{SEED_BYTES, StaticKeys};
 
 const STREAM: &str = "s";
 
@@ -27,17 +29,17 @@ const BOUND: usize = 16 << 20;
 /// An endpoint panics, exceeds its memory limit, delivers a message that was not sent or is out of
 /// order, or the two frame decoders disagree.
 pub fn relay(data: &[u8]) {
-    let mut script = Script(data);
-    let mut play = Simulation::new(script.byte());
+    let mut script = FuzzScript(data);
+    let mut play = FuzzSimulation::new(script.byte());
     while let Some(step) = script.next() {
         play.step(step, &mut script);
         play.settle();
     }
 }
 
-struct Script<'a>(&'a [u8]);
+struct FuzzScript<'a>(&'a [u8]);
 
-impl<'a> Script<'a> {
+impl<'a> FuzzScript<'a> {
     fn next(&mut self) -> Option<u8> {
         let (&first, rest) = self.0.split_first()?;
         self.0 = rest;
@@ -56,7 +58,7 @@ impl<'a> Script<'a> {
     }
 }
 
-struct Side {
+struct FuzzSide {
     endpoint: Endpoint,
     stream: Option<StreamKey>,
     /// Messages of this side that the other side has not read.
@@ -66,27 +68,27 @@ struct Side {
     up: bool,
 }
 
-struct Simulation {
+struct FuzzSimulation {
     now: Instant,
     /// The harness and the executor.
-    sides: [Side; 2],
+    sides: [FuzzSide; 2],
     asked: Option<StreamKey>,
     messages: u8,
 }
 
-impl Simulation {
+impl FuzzSimulation {
     fn new(choice: u8) -> Self {
         #[expect(clippy::disallowed_methods, reason = "a fake clock starts somewhere")]
         let now = Instant::now();
-        let mut limits = Limits {
+        let mut limits = EndpointLimits {
             send_bytes: 64 << 10,
             receive_bytes: 64 << 10,
-            ..Limits::default()
+            ..EndpointLimits::default()
         };
         // Key generation dominates the cost of a short script.
-        static IDENTITIES: OnceLock<[Identity; 2]> = OnceLock::new();
+        static IDENTITIES: OnceLock<[StaticKeys; 2]> = OnceLock::new();
         let [identity, harness_identity] = IDENTITIES
-            .get_or_init(|| [1, 2].map(|n| Identity::from_seed(&[n; SEED_BYTES])))
+            .get_or_init(|| [1, 2].map(|n| StaticKeys::from_seed(&[n; SEED_BYTES])))
             .clone();
         let mut counter = 0_u8;
         let mut entropy = move |out: &mut [u8]| {
@@ -95,7 +97,7 @@ impl Simulation {
         };
         let executor_key = identity.public_key().clone();
         let executor = Endpoint::executor(
-            ExecutorConfig {
+            RelayExecutorConfig {
                 environment_id: "e".into(),
                 registration_id: "r".into(),
                 identity,
@@ -105,7 +107,7 @@ impl Simulation {
         );
         limits.acknowledge = choice & 1 == 0;
         let (harness, stream) = Endpoint::harness(
-            HarnessConfig {
+            RelayHarnessConfig {
                 environment_id: "e".into(),
                 registration_id: "r".into(),
                 stream_id: STREAM.into(),
@@ -118,7 +120,7 @@ impl Simulation {
             &mut entropy,
         )
         .expect("the key is a key");
-        let side = |endpoint, stream| Side {
+        let side = |endpoint, stream| FuzzSide {
             endpoint,
             stream,
             sent: VecDeque::new(),
@@ -189,7 +191,7 @@ impl Simulation {
         self.settle();
     }
 
-    fn step(&mut self, step: u8, script: &mut Script<'_>) {
+    fn step(&mut self, step: u8, script: &mut FuzzScript<'_>) {
         let at = usize::from(step & 1);
         match step >> 1 & 15 {
             0 => self.receive(at, script.bytes()),
@@ -272,9 +274,9 @@ impl Simulation {
             let side = &mut self.sides[at];
             while let Some(event) = side.endpoint.poll_event() {
                 match event {
-                    Event::AdmissionRequested { stream, .. } => self.asked = Some(stream),
-                    Event::Opened { stream, .. } => side.stream = Some(stream),
-                    Event::Closed { stream, unread, .. } if side.stream == Some(stream) => {
+                    EndpointEvent::AdmissionRequested { stream, .. } => self.asked = Some(stream),
+                    EndpointEvent::Opened { stream, .. } => side.stream = Some(stream),
+                    EndpointEvent::Closed { stream, unread, .. } if side.stream == Some(stream) => {
                         received.extend(unread);
                         side.stream = None;
                     }

@@ -102,7 +102,7 @@ impl fmt::Debug for PublicKey {
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Wire {
+struct WireKeys {
     suite: String,
     x25519_public_key: String,
     mlkem768_public_key: String,
@@ -110,7 +110,7 @@ struct Wire {
 
 impl Serialize for PublicKey {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        Wire {
+        WireKeys {
             suite: SUITE.to_owned(),
             x25519_public_key: STANDARD.encode(self.x25519),
             mlkem768_public_key: STANDARD.encode(&self.mlkem768),
@@ -121,7 +121,7 @@ impl Serialize for PublicKey {
 
 impl<'de> Deserialize<'de> for PublicKey {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let wire = Wire::deserialize(deserializer)?;
+        let wire = WireKeys::deserialize(deserializer)?;
         if wire.suite != SUITE {
             return Err(D::Error::custom(format!("`suite` must be `{SUITE}`")));
         }

@@ -80,9 +80,10 @@ mod window;
 
 #[cfg(feature = "noise")]
 pub use endpoint::{
-    Endpoint, Event, ExecutorConfig, HarnessConfig, Role, SendError, Stats, StreamKey,
+    Endpoint, EndpointEvent, EndpointRole, RelayExecutorConfig, RelayHarnessConfig, SendError,
+    StreamKey, StreamStats,
 };
-pub use limits::Limits;
-pub use reason::Reason;
+pub use limits::EndpointLimits;
+pub use reason::EndReason;
 #[cfg(feature = "noise")]
 pub use stream::Mode;

@@ -52,7 +52,7 @@ pub const MAX_REMEMBERED_HANDSHAKES: usize = 1024;
 /// Limits of an endpoint; the defaults are those of compatible peers where they have any.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub struct Limits {
+pub struct EndpointLimits {
     /// Whether to acknowledge and to grant credit. Without it every stream is compatible.
     pub acknowledge: bool,
     /// Open streams of one executor.
@@ -67,7 +67,7 @@ pub struct Limits {
     /// a replay.
     pub confirmation: Duration,
     /// Failed handshakes after which further ones are refused before decryption; the count
-    /// decreases by [`Limits::failures_per_second`].
+    /// decreases by [`EndpointLimits::failures_per_second`].
     pub failures: u32,
     /// Failed handshakes that are forgotten per second.
     pub failures_per_second: u32,
@@ -90,7 +90,7 @@ pub struct Limits {
     pub ack_delay: Duration,
 }
 
-impl Default for Limits {
+impl Default for EndpointLimits {
     fn default() -> Self {
         Self {
             acknowledge: true,

@@ -10,7 +10,7 @@ use bytes::{Buf as _, Bytes, BytesMut};
 
 use crate::limits::{MAX_MESSAGE_BYTES, MAX_RECORD_BYTES, MESSAGE_OVERHEAD_BYTES, TAG_BYTES};
 use crate::noise::Opener;
-use crate::reason::Reason;
+use crate::reason::EndReason;
 
 const PREFIX_BYTES: usize = 4;
 
@@ -119,20 +119,20 @@ impl Assembler {
         seq: u32,
         ciphertext: &[u8],
         messages: &mut VecDeque<Bytes>,
-    ) -> Result<(), Reason> {
+    ) -> Result<(), EndReason> {
         if ciphertext.len() > MAX_RECORD_BYTES + TAG_BYTES {
-            return Err(Reason::RecordTooLong);
+            return Err(EndReason::RecordTooLong);
         }
         // Decrypts directly in the message's buffer: the only copy between socket and reader.
         let start = self.buffer.len();
         self.buffer.extend_from_slice(ciphertext);
         let opened = opener.open(seq, &mut self.buffer[start..]);
-        let length = opened.map_err(|_| Reason::DecryptFailed)?;
+        let length = opened.map_err(|_| EndReason::DecryptFailed)?;
         self.buffer.truncate(start + length);
         while let Some(prefix) = self.buffer.first_chunk::<PREFIX_BYTES>() {
             let length = u32::from_be_bytes(*prefix) as usize;
             if length == 0 || length > MAX_MESSAGE_BYTES {
-                return Err(Reason::MessageLength);
+                return Err(EndReason::MessageLength);
             }
             let end = PREFIX_BYTES + length;
             if self.buffer.len() < end {
@@ -165,15 +165,15 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::noise::{Channel, Finished, Identity, Initiator, Responder};
+    use crate::noise::{ChannelKeys, Finished, Initiator, Responder, StaticKeys};
 
-    pub(crate) fn channels() -> (Channel, Channel) {
+    pub(crate) fn channels() -> (ChannelKeys, ChannelKeys) {
         let mut next = 0_u8;
         let mut random = move |out: &mut [u8]| {
             next += 1;
             out.fill(next);
         };
-        let [here, there] = [(); 2].map(|()| Identity::generate(&mut random));
+        let [here, there] = [(); 2].map(|()| StaticKeys::generate(&mut random));
         let (mut initiator, message) =
             Initiator::start(&here, there.public_key(), b"", b"a", &mut random).unwrap();
         let (responder, _) = Responder::read(&there, b"", &message, &mut random).unwrap();
@@ -184,7 +184,7 @@ mod tests {
         }
     }
 
-    fn join(records: Vec<Vec<u8>>) -> (Vec<Bytes>, Option<Reason>) {
+    fn join(records: Vec<Vec<u8>>) -> (Vec<Bytes>, Option<EndReason>) {
         let (mut here, there) = channels();
         let (mut joiner, mut messages) = (Assembler::default(), VecDeque::new());
         for mut record in records {
@@ -240,16 +240,16 @@ mod tests {
 
     #[test]
     fn invalid_message_length_is_rejected_before_the_message_arrives() {
-        assert_eq!(join(vec![vec![0; 4]]).1, Some(Reason::MessageLength));
+        assert_eq!(join(vec![vec![0; 4]]).1, Some(EndReason::MessageLength));
         assert_eq!(join(vec![vec![4, 0, 0, 0]]), (vec![], None));
         assert_eq!(
             join(vec![vec![4, 0, 0], vec![1]]).1,
-            Some(Reason::MessageLength)
+            Some(EndReason::MessageLength)
         );
         assert_eq!(join(vec![vec![], vec![0; 3]]), (vec![], None));
         assert_eq!(
             join(vec![vec![0; MAX_RECORD_BYTES + 1]]).1,
-            Some(Reason::RecordTooLong)
+            Some(EndReason::RecordTooLong)
         );
     }
 }

@@ -66,14 +66,14 @@ pub struct DecryptError;
 
 /// Long-term key pairs of one party.
 #[derive(Clone)]
-pub struct Identity {
+pub struct StaticKeys {
     seed: Zeroizing<[u8; SEED_BYTES]>,
     dh: DhPair,
     kem: KemPair,
     public: PublicKey,
 }
 
-impl Identity {
+impl StaticKeys {
     /// Generates a new identity.
     pub fn generate(entropy: &mut dyn Entropy) -> Self {
         let mut seed = Zeroizing::new([0; SEED_BYTES]);
@@ -81,7 +81,7 @@ impl Identity {
         Self::from_seed(&seed)
     }
 
-    /// Creates the identity with this [`Identity::seed`].
+    /// Creates the identity with this [`StaticKeys::seed`].
     pub fn from_seed(seed: &[u8; SEED_BYTES]) -> Self {
         let (dh, kem) = key_pairs(seed);
         let public = PublicKey::new(dh.public, kem.public.as_slice())
@@ -105,9 +105,9 @@ impl Identity {
     }
 }
 
-impl fmt::Debug for Identity {
+impl fmt::Debug for StaticKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Identity").field(&self.public).finish()
+        f.debug_tuple("StaticKeys").field(&self.public).finish()
     }
 }
 
@@ -138,7 +138,7 @@ impl Initiator {
     ///
     /// `executor` is not a valid public key.
     pub fn start(
-        identity: &Identity,
+        identity: &StaticKeys,
         executor: &PublicKey,
         prologue: &[u8],
         payload: &[u8],
@@ -159,7 +159,7 @@ impl Initiator {
         // executor.
         let mut state = (*self.0).clone();
         match read(&mut state, message)?.as_slice() {
-            [] => Ok(Finished::Channel(Channel::new(state, true)?)),
+            [] => Ok(Finished::Channel(ChannelKeys::new(state, true)?)),
             EXECUTOR_REJECTED => Ok(Finished::ExecutorRejected),
             _ => Err(HandshakeError),
         }
@@ -170,7 +170,7 @@ impl Initiator {
 #[derive(Debug)]
 pub enum Finished {
     /// Both ends have the keys.
-    Channel(Channel),
+    Channel(ChannelKeys),
     /// There is no channel: the registry rejected the executor's credentials.
     ExecutorRejected,
 }
@@ -193,7 +193,7 @@ impl Responder {
     ///
     /// The message was not created for this identity and prologue.
     pub fn read(
-        identity: &Identity,
+        identity: &StaticKeys,
         prologue: &[u8],
         message: &[u8],
         entropy: &mut dyn Entropy,
@@ -211,9 +211,9 @@ impl Responder {
     /// # Errors
     ///
     /// The harness's public key is not valid.
-    pub fn reply(mut self) -> Result<(Channel, Vec<u8>), HandshakeError> {
+    pub fn reply(mut self) -> Result<(ChannelKeys, Vec<u8>), HandshakeError> {
         let message = write(&mut self.0, &[])?;
-        Ok((Channel::new(*self.0, false)?, message))
+        Ok((ChannelKeys::new(*self.0, false)?, message))
     }
 
     /// Creates the second message of a handshake that opens no channel, because the registry
@@ -228,7 +228,7 @@ impl Responder {
 }
 
 fn handshake(
-    identity: &Identity,
+    identity: &StaticKeys,
     peer: Option<&PublicKey>,
     prologue: &[u8],
     entropy: &mut dyn Entropy,
@@ -241,7 +241,7 @@ fn handshake(
 }
 
 fn handshake_with(
-    identity: &Identity,
+    identity: &StaticKeys,
     peer: Option<&PublicKey>,
     prologue: &[u8],
     ephemeral: &[u8; SEED_BYTES],
@@ -288,7 +288,7 @@ fn read(state: &mut Handshake, message: &[u8]) -> Result<Vec<u8>, HandshakeError
 
 /// Result of a handshake: one key for each direction.
 #[derive(Debug)]
-pub struct Channel {
+pub struct ChannelKeys {
     /// Encrypts sent records.
     pub sealer: Sealer,
     /// Decrypts received records.
@@ -297,7 +297,7 @@ pub struct Channel {
     pub hash: [u8; 32],
 }
 
-impl Channel {
+impl ChannelKeys {
     fn new(state: Handshake, initiator: bool) -> Result<Self, HandshakeError> {
         let transport = state.finalize().map_err(|_| HandshakeError)?;
         let hash = transport.get_handshake_hash();
@@ -500,7 +500,7 @@ mod tests {
         }
     }
 
-    fn opened(finished: Result<Finished, HandshakeError>) -> Channel {
+    fn opened(finished: Result<Finished, HandshakeError>) -> ChannelKeys {
         match finished.unwrap() {
             Finished::Channel(channel) => channel,
             Finished::ExecutorRejected => panic!("the executor was rejected"),
@@ -510,7 +510,7 @@ mod tests {
     #[test]
     fn handshake_payload_reports_rejected_credentials_of_the_executor() {
         let mut random = entropy(3);
-        let [harness, executor] = [(); 2].map(|()| Identity::generate(&mut random));
+        let [harness, executor] = [(); 2].map(|()| StaticKeys::generate(&mut random));
         let (initiator, message) =
             Initiator::start(&harness, executor.public_key(), b"p", b"a", &mut random).unwrap();
         let mut respond = || {
@@ -539,8 +539,8 @@ mod tests {
 
     #[test]
     fn handshake_and_records_match_the_test_vector() {
-        let harness = Identity::from_seed(&seed(1, 2));
-        let executor = Identity::from_seed(&seed(3, 4));
+        let harness = StaticKeys::from_seed(&seed(1, 2));
+        let executor = StaticKeys::from_seed(&seed(3, 4));
         assert_eq!(
             hex(harness.public.x25519),
             "a4e09292b651c278b9772c569f5fa9bb13d906b46ab68c9df9dc2b4409f8a209"
@@ -591,8 +591,8 @@ mod tests {
         );
         assert_eq!(read(&mut initiator, &reply).unwrap(), b"");
 
-        let mut here = Channel::new(initiator, true).unwrap();
-        let mut there = Channel::new(responder, false).unwrap();
+        let mut here = ChannelKeys::new(initiator, true).unwrap();
+        let mut there = ChannelKeys::new(responder, false).unwrap();
         let hash = "390b899384de06828f589e69f0443c585c8a2a55ff5dac769c1519c81484269f";
         assert_eq!(hex(here.hash), hash);
         assert_eq!(hex(there.hash), hash);
@@ -621,7 +621,7 @@ mod tests {
     #[test]
     fn handshake_fails_with_other_keys_or_ids() {
         let mut random = entropy(1);
-        let [harness, executor, other] = [(); 3].map(|()| Identity::generate(&mut random));
+        let [harness, executor, other] = [(); 3].map(|()| StaticKeys::generate(&mut random));
         let (mut initiator, message) =
             Initiator::start(&harness, executor.public_key(), b"p", b"a", &mut random).unwrap();
         for (identity, prologue, message) in [
@@ -650,8 +650,8 @@ mod tests {
     #[test]
     fn changed_record_is_not_decrypted() {
         let mut random = entropy(2);
-        let harness = Identity::generate(&mut random);
-        let executor = Identity::generate(&mut random);
+        let harness = StaticKeys::generate(&mut random);
+        let executor = StaticKeys::generate(&mut random);
         let (mut initiator, message) =
             Initiator::start(&harness, executor.public_key(), b"", b"a", &mut random).unwrap();
         let (responder, _) = Responder::read(&executor, b"", &message, &mut random).unwrap();
@@ -685,8 +685,8 @@ mod tests {
 
     #[test]
     fn identity_is_restored_from_seed_and_not_printed() {
-        let identity = Identity::generate(&mut entropy(3));
-        let again = Identity::from_seed(identity.seed());
+        let identity = StaticKeys::generate(&mut entropy(3));
+        let again = StaticKeys::from_seed(identity.seed());
         assert_eq!(identity.public_key(), again.public_key());
         assert!(format!("{identity:?}").len() < 60);
     }

@@ -11,13 +11,13 @@ macro_rules! reasons {
         /// Compatible peers send one reason for every failure, and accept any text.
         #[derive(Debug, Clone, PartialEq, Eq, Hash)]
         #[non_exhaustive]
-        pub enum Reason {
+        pub enum EndReason {
             $($(#[doc = $doc])+ $name,)+
             /// Another text that a peer sent, shortened.
             Other(Box<str>),
         }
 
-        impl Reason {
+        impl EndReason {
             /// Returns the text on the wire.
             pub fn as_str(&self) -> &str {
                 match self {
@@ -112,7 +112,7 @@ reasons! {
     ShuttingDown = "shutting_down",
 }
 
-impl Reason {
+impl EndReason {
     /// Whether only a socket was lost, so that a reliable peer may return.
     pub fn is_detachment(&self) -> bool {
         matches!(self, Self::HarnessDetached | Self::ExecutorDetached)
@@ -131,7 +131,7 @@ impl Reason {
     }
 }
 
-impl fmt::Display for Reason {
+impl fmt::Display for EndReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
     }
@@ -144,8 +144,8 @@ mod tests {
     #[test]
     fn every_reason_round_trips_and_is_unique() {
         let mut texts = std::collections::BTreeSet::new();
-        for reason in Reason::all() {
-            assert_eq!(Reason::parse(reason.as_str()), reason);
+        for reason in EndReason::all() {
+            assert_eq!(EndReason::parse(reason.as_str()), reason);
             assert!(texts.insert(reason.as_str().to_owned()), "{reason}");
         }
         assert!(texts.len() > 20);
@@ -153,7 +153,10 @@ mod tests {
 
     #[test]
     fn unknown_reason_is_kept_and_shortened() {
-        assert_eq!(Reason::parse("whatever").as_str(), "whatever");
-        assert_eq!(Reason::parse(&"ä".repeat(1000)).as_str(), "ä".repeat(128));
+        assert_eq!(EndReason::parse("whatever").as_str(), "whatever");
+        assert_eq!(
+            EndReason::parse(&"ä".repeat(1000)).as_str(),
+            "ä".repeat(128)
+        );
     }
 }

@@ -7,7 +7,7 @@ use crate::limits::WINDOW_RECORDS;
 
 /// What to do with a received record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Arrival {
+pub(crate) enum RecordArrival {
     /// The expected one: use it and call [`Reorder::advance`].
     Next,
     /// Early; it can be held.
@@ -29,17 +29,17 @@ pub(crate) struct Reorder {
 
 impl Reorder {
     /// Classifies a record of `length` bytes; at most `held_limit` bytes may be held.
-    pub(crate) fn arrival(&self, seq: u32, length: usize, held_limit: usize) -> Arrival {
+    pub(crate) fn arrival(&self, seq: u32, length: usize, held_limit: usize) -> RecordArrival {
         match u64::from(seq).checked_sub(self.next) {
-            None => Arrival::Duplicate,
-            Some(0) => Arrival::Next,
-            Some(_) if self.held.contains_key(&seq) => Arrival::Duplicate,
+            None => RecordArrival::Duplicate,
+            Some(0) => RecordArrival::Next,
+            Some(_) if self.held.contains_key(&seq) => RecordArrival::Duplicate,
             Some(ahead)
                 if ahead > u64::from(WINDOW_RECORDS) || self.held_bytes + length > held_limit =>
             {
-                Arrival::Beyond
+                RecordArrival::Beyond
             }
-            Some(_) => Arrival::Early,
+            Some(_) => RecordArrival::Early,
         }
     }
 
@@ -105,8 +105,8 @@ mod tests {
     #[test]
     fn reordered_and_duplicated_records_are_delivered_in_order() {
         let mut reorder = Reorder::default();
-        assert_eq!(reorder.arrival(0, 1, 10), Arrival::Next);
-        assert_eq!(reorder.arrival(2, 1, 10), Arrival::Early);
+        assert_eq!(reorder.arrival(0, 1, 10), RecordArrival::Next);
+        assert_eq!(reorder.arrival(2, 1, 10), RecordArrival::Early);
         reorder.hold(2, b"c");
         assert_eq!(
             reorder.acks(),
@@ -114,13 +114,13 @@ mod tests {
             "nothing can be said before the first"
         );
         assert_eq!(reorder.advance(), None);
-        assert_eq!(reorder.arrival(0, 1, 10), Arrival::Duplicate);
-        assert_eq!(reorder.arrival(2, 1, 10), Arrival::Duplicate);
+        assert_eq!(reorder.arrival(0, 1, 10), RecordArrival::Duplicate);
+        assert_eq!(reorder.arrival(2, 1, 10), RecordArrival::Duplicate);
         assert!(reorder.has_gap());
         // After record 0, bit 1 stands for record 2.
         let acks = reorder.acks();
         assert_eq!((acks.ack, acks.bits), (0, 0b10));
-        assert_eq!(reorder.arrival(1, 1, 10), Arrival::Next);
+        assert_eq!(reorder.arrival(1, 1, 10), RecordArrival::Next);
         assert_eq!(reorder.advance(), Some((2, b"c".to_vec())));
         assert_eq!(reorder.advance(), None);
         assert_eq!(reorder.held_bytes(), 0);
@@ -130,13 +130,13 @@ mod tests {
     #[test]
     fn held_records_are_bounded_by_distance_and_bytes() {
         let mut reorder = Reorder::default();
-        assert_eq!(reorder.arrival(64, 1, 100), Arrival::Early);
-        assert_eq!(reorder.arrival(65, 1, 100), Arrival::Beyond);
-        assert_eq!(reorder.arrival(1, 101, 100), Arrival::Beyond);
+        assert_eq!(reorder.arrival(64, 1, 100), RecordArrival::Early);
+        assert_eq!(reorder.arrival(65, 1, 100), RecordArrival::Beyond);
+        assert_eq!(reorder.arrival(1, 101, 100), RecordArrival::Beyond);
         reorder.hold(1, &[0; 60]);
-        assert_eq!(reorder.arrival(2, 40, 100), Arrival::Early);
-        assert_eq!(reorder.arrival(2, 41, 100), Arrival::Beyond);
-        assert_eq!(reorder.arrival(u32::MAX, 1, 100), Arrival::Beyond);
+        assert_eq!(reorder.arrival(2, 40, 100), RecordArrival::Early);
+        assert_eq!(reorder.arrival(2, 41, 100), RecordArrival::Beyond);
+        assert_eq!(reorder.arrival(u32::MAX, 1, 100), RecordArrival::Beyond);
     }
 
     #[test]
@@ -145,10 +145,10 @@ mod tests {
             next: u64::from(u32::MAX),
             ..Default::default()
         };
-        assert_eq!(reorder.arrival(0, 1, 10), Arrival::Duplicate);
-        assert_eq!(reorder.arrival(u32::MAX, 1, 10), Arrival::Next);
+        assert_eq!(reorder.arrival(0, 1, 10), RecordArrival::Duplicate);
+        assert_eq!(reorder.arrival(u32::MAX, 1, 10), RecordArrival::Next);
         assert_eq!(reorder.advance(), None);
-        assert_eq!(reorder.arrival(u32::MAX, 1, 10), Arrival::Duplicate);
+        assert_eq!(reorder.arrival(u32::MAX, 1, 10), RecordArrival::Duplicate);
         assert_eq!(reorder.acks().ack, u32::MAX);
     }
 }

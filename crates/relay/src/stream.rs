@@ -9,16 +9,16 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use crate::endpoint::Role;
+use crate::endpoint::EndpointRole;
 use crate::frame::{Acks, Body, Frame, Transmit};
 use crate::limits::{
-    COMPATIBLE_HELD_BYTES, Limits, MAX_RECORD_BYTES, RELIABLE_HELD_BYTES, TAG_BYTES,
+    COMPATIBLE_HELD_BYTES, EndpointLimits, MAX_RECORD_BYTES, RELIABLE_HELD_BYTES, TAG_BYTES,
 };
 use crate::message::{self, Assembler, Splitter};
-use crate::noise::{Channel, Finished, Initiator, Opener, Responder, Sealer};
-use crate::reason::Reason;
-use crate::reorder::{Arrival, Reorder};
-use crate::window::Window;
+use crate::noise::{ChannelKeys, Finished, Initiator, Opener, Responder, Sealer};
+use crate::reason::EndReason;
+use crate::reorder::{RecordArrival, Reorder};
+use crate::window::SendWindow;
 
 /// Received records after which an acknowledgement is sent without waiting for a frame to carry it.
 const ACK_RECORDS: u32 = 8;
@@ -34,7 +34,7 @@ const FIRST_RETRY: Duration = Duration::from_millis(500);
 const MAX_RETRY: Duration = Duration::from_secs(2);
 
 /// Phase of a stream's life.
-enum Phase {
+enum StreamPhase {
     /// Harness: the executor has not answered the handshake.
     Handshaking {
         initiator: Initiator,
@@ -68,7 +68,7 @@ pub enum Mode {
 
 /// State of the socket, as this stream sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Path {
+enum SocketState {
     Down,
     /// `resume` was sent and the peer has not answered.
     Resuming,
@@ -103,27 +103,27 @@ impl Retry {
 
 /// Control frames that are to be sent.
 #[derive(Debug, Default)]
-struct Control {
+struct ControlFrames {
     resume: bool,
     handshake: bool,
     heartbeat: bool,
     ack: bool,
 }
 
-pub(crate) struct Stream {
+pub(crate) struct StreamMachine {
     pub(crate) id: Arc<str>,
     /// Hash of the first handshake message, to recognize its repetition.
     pub(crate) handshake_hash: [u8; 32],
-    role: Role,
-    limits: Arc<Limits>,
-    phase: Phase,
+    role: EndpointRole,
+    limits: Arc<EndpointLimits>,
+    phase: StreamPhase,
     mode: Mode,
-    path: Path,
+    path: SocketState,
     /// Whether the rendezvous server has reported that the peer's socket was lost.
     peer_away: bool,
-    control: Control,
+    control: ControlFrames,
     splitter: Splitter,
-    window: Window,
+    window: SendWindow,
     reorder: Reorder,
     assembler: Assembler,
     inbox: VecDeque<Bytes>,
@@ -157,47 +157,54 @@ pub(crate) struct Stream {
     pub(crate) in_data_queue: bool,
 }
 
-impl Stream {
+impl StreamMachine {
     pub(crate) fn handshaking(
         id: Arc<str>,
-        limits: Arc<Limits>,
+        limits: Arc<EndpointLimits>,
         now: Instant,
         initiator: Initiator,
         message: Vec<u8>,
     ) -> Self {
         let deadline = now + limits.handshake;
-        let phase = Phase::Handshaking {
+        let phase = StreamPhase::Handshaking {
             initiator,
             message: message.into(),
             deadline,
         };
-        Self::new(id, [0; 32], Role::Harness, limits, now, phase)
+        Self::new(id, [0; 32], EndpointRole::Harness, limits, now, phase)
     }
 
     pub(crate) fn pending(
         id: Arc<str>,
         handshake_hash: [u8; 32],
-        limits: Arc<Limits>,
+        limits: Arc<EndpointLimits>,
         now: Instant,
         responder: Responder,
     ) -> Self {
         let deadline = now + limits.admission;
-        let phase = Phase::Pending {
+        let phase = StreamPhase::Pending {
             responder: Some(Box::new(responder)),
             deadline,
         };
-        let mut stream = Self::new(id, handshake_hash, Role::Executor, limits, now, phase);
-        stream.path = Path::Up;
+        let mut stream = Self::new(
+            id,
+            handshake_hash,
+            EndpointRole::Executor,
+            limits,
+            now,
+            phase,
+        );
+        stream.path = SocketState::Up;
         stream
     }
 
     fn new(
         id: Arc<str>,
         handshake_hash: [u8; 32],
-        role: Role,
-        limits: Arc<Limits>,
+        role: EndpointRole,
+        limits: Arc<EndpointLimits>,
         now: Instant,
-        phase: Phase,
+        phase: StreamPhase,
     ) -> Self {
         let granted = limits.receive_bytes as u64;
         Self {
@@ -207,11 +214,11 @@ impl Stream {
             limits,
             phase,
             mode: Mode::Compatible,
-            path: Path::Down,
+            path: SocketState::Down,
             peer_away: false,
-            control: Control::default(),
+            control: ControlFrames::default(),
             splitter: Splitter::default(),
-            window: Window::new(),
+            window: SendWindow::new(),
             reorder: Reorder::default(),
             assembler: Assembler::default(),
             inbox: VecDeque::new(),
@@ -241,11 +248,11 @@ impl Stream {
     }
 
     pub(crate) fn is_open(&self) -> bool {
-        matches!(self.phase, Phase::Open { .. })
+        matches!(self.phase, StreamPhase::Open { .. })
     }
 
     pub(crate) fn is_pending(&self) -> bool {
-        matches!(self.phase, Phase::Pending { .. })
+        matches!(self.phase, StreamPhase::Pending { .. })
     }
 
     pub(crate) fn is_closing(&self) -> bool {
@@ -318,14 +325,14 @@ impl Stream {
     }
 
     /// Executor: admits the harness and answers its handshake.
-    pub(crate) fn admit(&mut self, now: Instant) -> Result<(), Reason> {
-        let Phase::Pending { responder, .. } = &mut self.phase else {
+    pub(crate) fn admit(&mut self, now: Instant) -> Result<(), EndReason> {
+        let StreamPhase::Pending { responder, .. } = &mut self.phase else {
             return Ok(());
         };
-        let responder = responder.take().ok_or(Reason::HandshakeFailed)?;
-        let (channel, message) = responder.reply().map_err(|_| Reason::HandshakeFailed)?;
-        let Channel { sealer, opener, .. } = channel;
-        self.phase = Phase::Open {
+        let responder = responder.take().ok_or(EndReason::HandshakeFailed)?;
+        let (channel, message) = responder.reply().map_err(|_| EndReason::HandshakeFailed)?;
+        let ChannelKeys { sealer, opener, .. } = channel;
+        self.phase = StreamPhase::Open {
             sealer: Box::new(sealer),
             opener: Box::new(opener),
             unconfirmed: Some((message.into(), now + self.limits.confirmation)),
@@ -337,7 +344,7 @@ impl Stream {
     /// Executor: returns the handshake frame for a harness that is refused because the registry
     /// rejected the executor's credentials.
     pub(crate) fn refuse_executor_rejected(&mut self) -> Option<Transmit> {
-        let Phase::Pending { responder, .. } = &mut self.phase else {
+        let StreamPhase::Pending { responder, .. } = &mut self.phase else {
             return None;
         };
         let message = responder.take()?.reply_executor_rejected().ok()?;
@@ -352,27 +359,27 @@ impl Stream {
 
     /// Handles the loss of the socket; returns whether the stream can continue.
     pub(crate) fn socket_lost(&mut self) -> bool {
-        self.path = Path::Down;
-        self.control = Control::default();
+        self.path = SocketState::Down;
+        self.control = ControlFrames::default();
         self.retry = None;
         self.is_reliable()
     }
 
     /// Handles a new socket.
     pub(crate) fn socket_up(&mut self, now: Instant) {
-        self.control.resume = self.role == Role::Harness || self.is_open();
+        self.control.resume = self.role == EndpointRole::Harness || self.is_open();
         match &self.phase {
-            Phase::Handshaking { .. } => {
-                self.path = Path::Up;
+            StreamPhase::Handshaking { .. } => {
+                self.path = SocketState::Up;
                 self.control.handshake = true;
                 self.retry = Some(Retry::new(now));
             }
-            Phase::Pending { .. } => {
-                self.path = Path::Up;
+            StreamPhase::Pending { .. } => {
+                self.path = SocketState::Up;
                 self.control.heartbeat = self.is_reliable();
             }
-            Phase::Open { unconfirmed, .. } => {
-                self.path = Path::Resuming;
+            StreamPhase::Open { unconfirmed, .. } => {
+                self.path = SocketState::Resuming;
                 self.control.handshake = unconfirmed.is_some();
                 self.retry = Some(Retry::new(now));
             }
@@ -399,9 +406,11 @@ impl Stream {
     /// Queues the handshake message again.
     pub(crate) fn repeat_handshake(&mut self) {
         match &self.phase {
-            Phase::Handshaking { .. } => self.control.handshake = true,
-            Phase::Pending { .. } => self.control.heartbeat |= self.is_reliable(),
-            Phase::Open { unconfirmed, .. } => self.control.handshake |= unconfirmed.is_some(),
+            StreamPhase::Handshaking { .. } => self.control.handshake = true,
+            StreamPhase::Pending { .. } => self.control.heartbeat |= self.is_reliable(),
+            StreamPhase::Open { unconfirmed, .. } => {
+                self.control.handshake |= unconfirmed.is_some()
+            }
         }
     }
 
@@ -410,16 +419,16 @@ impl Stream {
         &mut self,
         message: &[u8],
         offers_credit: bool,
-    ) -> Result<bool, Reason> {
+    ) -> Result<bool, EndReason> {
         match &mut self.phase {
-            Phase::Handshaking { initiator, .. } => {
+            StreamPhase::Handshaking { initiator, .. } => {
                 let finished = initiator.finish(message);
-                let Channel { sealer, opener, .. } = match finished {
+                let ChannelKeys { sealer, opener, .. } = match finished {
                     Ok(Finished::Channel(channel)) => channel,
-                    Ok(Finished::ExecutorRejected) => return Err(Reason::ExecutorRejected),
-                    Err(_) => return Err(Reason::HandshakeFailed),
+                    Ok(Finished::ExecutorRejected) => return Err(EndReason::ExecutorRejected),
+                    Err(_) => return Err(EndReason::HandshakeFailed),
                 };
-                self.phase = Phase::Open {
+                self.phase = StreamPhase::Open {
                     sealer: Box::new(sealer),
                     opener: Box::new(opener),
                     unconfirmed: None,
@@ -435,12 +444,12 @@ impl Stream {
             }
             // A handshake that was requested twice is answered twice.
             _ if self.mode == Mode::Reliable => Ok(false),
-            _ => Err(Reason::UnexpectedFrame),
+            _ => Err(EndReason::UnexpectedFrame),
         }
     }
 
     /// Handles any frame except a handshake or a reset.
-    pub(crate) fn handle(&mut self, now: Instant, frame: &Frame<'_>) -> Result<(), Reason> {
+    pub(crate) fn handle(&mut self, now: Instant, frame: &Frame<'_>) -> Result<(), EndReason> {
         self.last_heard = now;
         // A peer that grants credit also acknowledges.
         let offers_credit = frame.acks.credit != 0 && self.limits.acknowledge;
@@ -461,19 +470,19 @@ impl Stream {
                 Ok(())
             }
             Body::Heartbeat => {
-                self.answer(self.role == Role::Executor);
+                self.answer(self.role == EndpointRole::Executor);
                 Ok(())
             }
             _ => Ok(()),
         }
     }
 
-    fn handle_early(&mut self, offers_credit: bool, body: &Body<'_>) -> Result<(), Reason> {
+    fn handle_early(&mut self, offers_credit: bool, body: &Body<'_>) -> Result<(), EndReason> {
         match body {
             // The record arrived before the handshake; the executor will send it again.
-            Body::Data { .. } if offers_credit && self.role == Role::Harness => Ok(()),
-            Body::Data { .. } => Err(Reason::UnexpectedFrame),
-            Body::Heartbeat if offers_credit && self.role == Role::Executor => {
+            Body::Data { .. } if offers_credit && self.role == EndpointRole::Harness => Ok(()),
+            Body::Data { .. } => Err(EndReason::UnexpectedFrame),
+            Body::Heartbeat if offers_credit && self.role == EndpointRole::Executor => {
                 self.control.heartbeat = true;
                 Ok(())
             }
@@ -489,8 +498,8 @@ impl Stream {
             self.window.acknowledge(now, acks);
         }
         let is_resume = matches!(frame.body, Body::Resume { .. });
-        if self.path == Path::Resuming {
-            self.path = Path::Up;
+        if self.path == SocketState::Resuming {
+            self.path = SocketState::Up;
             self.retry = None;
             self.window.lose_all();
         } else if self.peer_away || is_resume {
@@ -502,7 +511,7 @@ impl Stream {
     /// Queues an answer that shows the stream is alive; with `always` even if it carries no
     /// acknowledgement.
     fn answer(&mut self, always: bool) {
-        if let Phase::Open {
+        if let StreamPhase::Open {
             unconfirmed: Some(_),
             ..
         } = &self.phase
@@ -516,7 +525,7 @@ impl Stream {
         }
     }
 
-    fn handle_data(&mut self, now: Instant, seq: u32, payload: &[u8]) -> Result<(), Reason> {
+    fn handle_data(&mut self, now: Instant, seq: u32, payload: &[u8]) -> Result<(), EndReason> {
         let reliable = self.is_reliable();
         let held_limit = if reliable {
             RELIABLE_HELD_BYTES
@@ -524,26 +533,26 @@ impl Stream {
             COMPATIBLE_HELD_BYTES
         };
         if payload.len() > MAX_RECORD_BYTES + TAG_BYTES {
-            return Err(Reason::RecordTooLong);
+            return Err(EndReason::RecordTooLong);
         }
         match self.reorder.arrival(seq, payload.len(), held_limit) {
-            Arrival::Next => self.take_record(now, seq, payload)?,
-            Arrival::Early => {
+            RecordArrival::Next => self.take_record(now, seq, payload)?,
+            RecordArrival::Early => {
                 self.reorder.hold(seq, payload);
                 self.control.ack = reliable && self.reorder.has_begun();
                 self.gap_since.get_or_insert(now);
             }
             // An acknowledgement was lost, or the record was repeated too early.
-            Arrival::Duplicate | Arrival::Beyond if reliable => {
+            RecordArrival::Duplicate | RecordArrival::Beyond if reliable => {
                 self.control.ack = self.reorder.has_begun();
             }
-            Arrival::Duplicate => {}
-            Arrival::Beyond => return Err(Reason::ReorderWindow),
+            RecordArrival::Duplicate => {}
+            RecordArrival::Beyond => return Err(EndReason::ReorderWindow),
         }
         Ok(())
     }
 
-    fn take_record(&mut self, now: Instant, seq: u32, payload: &[u8]) -> Result<(), Reason> {
+    fn take_record(&mut self, now: Instant, seq: u32, payload: &[u8]) -> Result<(), EndReason> {
         self.join(seq, payload)?;
         let had_gap = self.gap_since.take().is_some();
         while let Some((seq, payload)) = self.reorder.advance() {
@@ -552,7 +561,7 @@ impl Stream {
         if self.reorder.has_gap() {
             self.gap_since = Some(now);
         }
-        if let Phase::Open { unconfirmed, .. } = &mut self.phase {
+        if let StreamPhase::Open { unconfirmed, .. } = &mut self.phase {
             *unconfirmed = None;
         }
         self.grant();
@@ -565,14 +574,14 @@ impl Stream {
             }
         }
         if self.unread > self.limits.unread_bytes {
-            return Err(Reason::ReceiveOverflow);
+            return Err(EndReason::ReceiveOverflow);
         }
         Ok(())
     }
 
-    fn join(&mut self, seq: u32, payload: &[u8]) -> Result<(), Reason> {
-        let Phase::Open { opener, .. } = &self.phase else {
-            return Err(Reason::UnexpectedFrame);
+    fn join(&mut self, seq: u32, payload: &[u8]) -> Result<(), EndReason> {
+        let StreamPhase::Open { opener, .. } = &self.phase else {
+            return Err(EndReason::UnexpectedFrame);
         };
         let before = self.inbox.len();
         self.assembler
@@ -596,12 +605,12 @@ impl Stream {
 
     pub(crate) fn deadline(&self) -> Option<Instant> {
         let reliable = self.is_reliable();
-        let up = self.path == Path::Up;
+        let up = self.path == SocketState::Up;
         let phase = match &self.phase {
-            Phase::Handshaking { deadline, .. } | Phase::Pending { deadline, .. } => {
+            StreamPhase::Handshaking { deadline, .. } | StreamPhase::Pending { deadline, .. } => {
                 Some(*deadline)
             }
-            Phase::Open { unconfirmed, .. } => unconfirmed.as_ref().map(|(_, at)| *at),
+            StreamPhase::Open { unconfirmed, .. } => unconfirmed.as_ref().map(|(_, at)| *at),
         };
         let open = reliable && self.is_open();
         [
@@ -613,7 +622,7 @@ impl Stream {
                 .then(|| self.credit_retry.map(|retry| retry.at))
                 .flatten(),
             (open && up).then_some(self.ack_at).flatten(),
-            (open && up && self.role == Role::Harness && !self.control.heartbeat)
+            (open && up && self.role == EndpointRole::Harness && !self.control.heartbeat)
                 .then(|| self.last_sent + self.limits.heartbeat),
             open.then(|| self.last_heard + self.limits.linger),
             self.gap_deadline(),
@@ -628,35 +637,35 @@ impl Stream {
         Some(since + self.limits.gap)
     }
 
-    pub(crate) fn handle_timeout(&mut self, now: Instant) -> Result<(), Reason> {
+    pub(crate) fn handle_timeout(&mut self, now: Instant) -> Result<(), EndReason> {
         match &self.phase {
-            Phase::Handshaking { deadline, .. } if now >= *deadline => {
-                return Err(Reason::HandshakeTimeout);
+            StreamPhase::Handshaking { deadline, .. } if now >= *deadline => {
+                return Err(EndReason::HandshakeTimeout);
             }
-            Phase::Pending { deadline, .. } if now >= *deadline => {
-                return Err(Reason::ValidationTimeout);
+            StreamPhase::Pending { deadline, .. } if now >= *deadline => {
+                return Err(EndReason::ValidationTimeout);
             }
-            Phase::Open {
+            StreamPhase::Open {
                 unconfirmed: Some((_, deadline)),
                 ..
-            } if now >= *deadline => return Err(Reason::HandshakeTimeout),
+            } if now >= *deadline => return Err(EndReason::HandshakeTimeout),
             _ => {}
         }
         if self.closing.is_some_and(|deadline| now >= deadline) {
-            return Err(Reason::Closed);
+            return Err(EndReason::Closed);
         }
         if self.gap_deadline().is_some_and(|deadline| now >= deadline) {
-            return Err(Reason::GapTimeout);
+            return Err(EndReason::GapTimeout);
         }
         if self.retry.as_mut().is_some_and(|retry| retry.is_due(now)) {
             match self.phase {
                 // A compatible executor would reset a stream that repeats its handshake.
-                Phase::Handshaking { .. } if self.mode == Mode::Reliable => {
+                StreamPhase::Handshaking { .. } if self.mode == Mode::Reliable => {
                     self.control.handshake = true;
                 }
                 // Compatible executors ignore a heartbeat; reliable ones answer that the stream is
                 // unknown.
-                Phase::Handshaking { .. } => self.control.heartbeat = true,
+                StreamPhase::Handshaking { .. } => self.control.heartbeat = true,
                 _ => self.control.resume = true,
             }
         }
@@ -664,9 +673,9 @@ impl Stream {
             return Ok(());
         }
         if now >= self.last_heard + self.limits.linger {
-            return Err(Reason::PeerTimeout);
+            return Err(EndReason::PeerTimeout);
         }
-        if self.path != Path::Up {
+        if self.path != SocketState::Up {
             return Ok(());
         }
         self.window.handle_timeout(now);
@@ -681,7 +690,7 @@ impl Stream {
         {
             self.control.heartbeat = true;
         }
-        if self.role == Role::Harness && now >= self.last_sent + self.limits.heartbeat {
+        if self.role == EndpointRole::Harness && now >= self.last_sent + self.limits.heartbeat {
             self.control.heartbeat = true;
         }
         Ok(())
@@ -690,7 +699,7 @@ impl Stream {
     // Output.
 
     pub(crate) fn wants_control(&self) -> bool {
-        let Control {
+        let ControlFrames {
             resume,
             handshake,
             heartbeat,
@@ -698,18 +707,18 @@ impl Stream {
         } = self.control;
         // If a record is to be sent, it carries the acknowledgement.
         let ack = ack && !self.wants_data();
-        self.path != Path::Down && (resume || handshake || heartbeat || ack)
+        self.path != SocketState::Down && (resume || handshake || heartbeat || ack)
     }
 
     /// Returns the next frame that is not a record.
     pub(crate) fn poll_control(&mut self, now: Instant) -> Option<Transmit> {
-        if self.path == Path::Down {
+        if self.path == SocketState::Down {
             return None;
         }
         let transmit = if self.control.resume {
             self.control.resume = false;
             let next_seq = match &self.phase {
-                Phase::Open { sealer, .. } => sealer.next_seq().unwrap_or(u32::MAX),
+                StreamPhase::Open { sealer, .. } => sealer.next_seq().unwrap_or(u32::MAX),
                 _ => 0,
             };
             let acks = self.acks();
@@ -717,11 +726,11 @@ impl Stream {
         } else if self.control.handshake {
             self.control.handshake = false;
             let message = match &self.phase {
-                Phase::Handshaking { message, .. } => Some(message.clone()),
-                Phase::Open { unconfirmed, .. } => {
+                StreamPhase::Handshaking { message, .. } => Some(message.clone()),
+                StreamPhase::Open { unconfirmed, .. } => {
                     unconfirmed.as_ref().map(|(message, _)| message.clone())
                 }
-                Phase::Pending { .. } => None,
+                StreamPhase::Pending { .. } => None,
             };
             let Some(message) = message else {
                 // The handshake was confirmed in the meantime.
@@ -747,7 +756,8 @@ impl Stream {
     /// Returns the acknowledgement fields of the next frame. A harness grants credit from its first
     /// frame; an executor only to a harness that granted credit.
     fn acks(&mut self) -> Acks {
-        let granting = self.limits.acknowledge && matches!(self.phase, Phase::Handshaking { .. });
+        let granting =
+            self.limits.acknowledge && matches!(self.phase, StreamPhase::Handshaking { .. });
         if !granting && !self.is_reliable() {
             return Acks::default();
         }
@@ -779,14 +789,14 @@ impl Stream {
 
     pub(crate) fn wants_data(&self) -> bool {
         self.is_open()
-            && self.path == Path::Up
+            && self.path == SocketState::Up
             && (self.window.has_lost() || (!self.peer_away && self.next_record() > 0))
     }
 
     /// Records whether only the lack of credit prevents sending.
     pub(crate) fn check_credit(&mut self, now: Instant) {
         let credit_retry = self.is_reliable()
-            && self.path == Path::Up
+            && self.path == SocketState::Up
             && !self.splitter.is_empty()
             && self.window.is_empty()
             && self.next_record() == 0;
@@ -798,7 +808,7 @@ impl Stream {
     }
 
     /// Returns the next record: a lost one or a new one.
-    pub(crate) fn poll_data(&mut self, now: Instant) -> Result<Option<Transmit>, Reason> {
+    pub(crate) fn poll_data(&mut self, now: Instant) -> Result<Option<Transmit>, EndReason> {
         if !self.wants_data() {
             return Ok(None);
         }
@@ -809,13 +819,13 @@ impl Stream {
             return Ok(Some(Transmit::data(&self.id, acks, seq, payload)));
         }
         let length = self.next_record();
-        let Phase::Open { sealer, .. } = &mut self.phase else {
+        let StreamPhase::Open { sealer, .. } = &mut self.phase else {
             return Ok(None);
         };
         let mut record = self.splitter.take_record(length);
         let seq = sealer
             .seal(&mut record)
-            .map_err(|_| Reason::SequenceExhausted)?;
+            .map_err(|_| EndReason::SequenceExhausted)?;
         let payload = Bytes::from(record);
         self.sent += payload.len() as u64;
         if self.is_reliable() {

@@ -42,17 +42,17 @@ const MIN_TIMEOUT: Duration = Duration::from_millis(250);
 const MAX_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
-struct Sent {
+struct SentRecord {
     payload: Bytes,
     /// Number of this transmission in the stream; a retransmission gets a new one.
     order: u64,
     at: Instant,
     again: bool,
-    state: State,
+    state: RecordState,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum RecordState {
     UnderWay,
     Lost,
     Arrived,
@@ -60,10 +60,10 @@ enum State {
 
 /// Send window of one stream in reliable mode.
 #[derive(Debug)]
-pub(crate) struct Window {
+pub(crate) struct SendWindow {
     /// Sequence number of the first entry of `sent`.
     base: u64,
-    sent: VecDeque<Sent>,
+    sent: VecDeque<SentRecord>,
     bytes: usize,
     /// Number of entries of `sent` in [`State::Lost`].
     lost: usize,
@@ -88,7 +88,7 @@ struct RoundTrip {
     variation: Duration,
 }
 
-impl Window {
+impl SendWindow {
     pub(crate) fn new() -> Self {
         Self {
             base: 0,
@@ -139,12 +139,12 @@ impl Window {
         self.bytes += payload.len();
         self.waiting_since.get_or_insert(now);
         let order = self.order();
-        self.sent.push_back(Sent {
+        self.sent.push_back(SentRecord {
             payload,
             order,
             at: now,
             again: false,
-            state: State::UnderWay,
+            state: RecordState::UnderWay,
         });
     }
 
@@ -157,9 +157,9 @@ impl Window {
         let at = self
             .sent
             .iter()
-            .position(|sent| sent.state == State::Lost)?;
+            .position(|sent| sent.state == RecordState::Lost)?;
         let sent = &mut self.sent[at];
-        (sent.order, sent.at, sent.again, sent.state) = (order, now, true, State::UnderWay);
+        (sent.order, sent.at, sent.again, sent.state) = (order, now, true, RecordState::UnderWay);
         let payload = sent.payload.clone();
         self.lost -= 1;
         self.retransmitted += 1;
@@ -184,12 +184,12 @@ impl Window {
         let mut progress = 0;
         // The newest acknowledged transmission, which gives the round-trip sample.
         let mut newest: Option<(u64, Instant, bool)> = None;
-        let mut arrived = |sent: &mut Sent, lost: &mut usize| {
-            if sent.state == State::Arrived {
+        let mut arrived = |sent: &mut SentRecord, lost: &mut usize| {
+            if sent.state == RecordState::Arrived {
                 return;
             }
-            *lost -= usize::from(sent.state == State::Lost);
-            sent.state = State::Arrived;
+            *lost -= usize::from(sent.state == RecordState::Lost);
+            sent.state = RecordState::Arrived;
             progress += 1;
             if newest.is_none_or(|(order, ..)| order < sent.order) {
                 newest = Some((sent.order, sent.at, sent.again));
@@ -243,8 +243,8 @@ impl Window {
             return;
         };
         for sent in &mut self.sent {
-            if sent.state == State::UnderWay && sent.order + REORDER_THRESHOLD <= arrived {
-                sent.state = State::Lost;
+            if sent.state == RecordState::UnderWay && sent.order + REORDER_THRESHOLD <= arrived {
+                sent.state = RecordState::Lost;
                 self.lost += 1;
             }
         }
@@ -253,8 +253,8 @@ impl Window {
     /// Marks all unacknowledged records as lost, because the socket was replaced.
     pub(crate) fn lose_all(&mut self) {
         for sent in &mut self.sent {
-            if sent.state == State::UnderWay {
-                sent.state = State::Lost;
+            if sent.state == RecordState::UnderWay {
+                sent.state = RecordState::Lost;
                 self.lost += 1;
             }
         }
@@ -296,7 +296,7 @@ impl Window {
             .min(MAX_TIMEOUT)
     }
 
-    /// When to call [`Window::handle_timeout`].
+    /// When to call [`SendWindow::handle_timeout`].
     pub(crate) fn deadline(&self) -> Option<Instant> {
         Some(self.waiting_since? + self.timeout())
     }
@@ -310,11 +310,11 @@ impl Window {
         self.waiting_since = Some(now);
         let waiting = self.sent.iter_mut();
         for sent in waiting
-            .filter(|sent| sent.state != State::Arrived)
+            .filter(|sent| sent.state != RecordState::Arrived)
             .take(PROBES)
         {
-            if sent.state == State::UnderWay {
-                sent.state = State::Lost;
+            if sent.state == RecordState::UnderWay {
+                sent.state = RecordState::Lost;
                 self.lost += 1;
             }
         }
@@ -326,9 +326,9 @@ impl Window {
 mod tests {
     use super::*;
 
-    fn window(count: u8) -> (Window, Instant) {
+    fn window(count: u8) -> (SendWindow, Instant) {
         let now = Instant::now();
-        let mut window = Window::new();
+        let mut window = SendWindow::new();
         for n in 0..count {
             window.push(now, Bytes::from(vec![n]));
         }
@@ -416,7 +416,7 @@ mod tests {
     /// Simulates `records` records to a peer at `distance` that needs `pace` for each; returns the
     /// final window and the round trip. All times in microseconds.
     fn steady_window(distance: u64, pace: u64, records: u32) -> (usize, u64) {
-        let (mut window, mut now) = (Window::new(), Instant::now());
+        let (mut window, mut now) = (SendWindow::new(), Instant::now());
         // When the peer has processed each record.
         let mut done = VecDeque::new();
         let mut busy = now;
@@ -449,7 +449,7 @@ mod tests {
 
     #[test]
     fn window_adapts_to_a_longer_path_and_restarts_after_socket_change() {
-        let (mut window, mut now) = (Window::new(), Instant::now());
+        let (mut window, mut now) = (SendWindow::new(), Instant::now());
         window.measure(now, Duration::from_micros(300));
         for seconds in 0..120 {
             match seconds {

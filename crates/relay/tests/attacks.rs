@@ -9,8 +9,10 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use exec_server_relay::frame::{Acks, Body, Transmit, decode};
 use exec_server_relay::keys::Authorization;
-use exec_server_relay::noise::Identity;
-use exec_server_relay::{Endpoint, Event, HarnessConfig, Limits, Mode, Reason, StreamKey};
+use exec_server_relay::noise::StaticKeys;
+use exec_server_relay::{
+    EndReason, Endpoint, EndpointEvent, EndpointLimits, Mode, RelayHarnessConfig, StreamKey,
+};
 use support::*;
 
 const LONG: Duration = Duration::from_secs(1000);
@@ -22,19 +24,19 @@ fn frames(endpoint: &mut Endpoint, now: Instant) -> Vec<Vec<u8>> {
         .collect()
 }
 
-fn events(endpoint: &mut Endpoint) -> Vec<Event> {
+fn events(endpoint: &mut Endpoint) -> Vec<EndpointEvent> {
     std::iter::from_fn(|| endpoint.poll_event()).collect()
 }
 
 /// Returns the resets among `frames`, each with its stream id.
-fn resets(frames: &[Vec<u8>]) -> Vec<(String, Reason)> {
+fn resets(frames: &[Vec<u8>]) -> Vec<(String, EndReason)> {
     frames
         .iter()
         .filter_map(|frame| {
             let frame = decode(frame).unwrap();
             match frame.body {
                 Body::Reset { reason } => {
-                    Some((frame.stream_id.into_owned(), Reason::parse(&reason)))
+                    Some((frame.stream_id.into_owned(), EndReason::parse(&reason)))
                 }
                 _ => None,
             }
@@ -42,14 +44,14 @@ fn resets(frames: &[Vec<u8>]) -> Vec<(String, Reason)> {
         .collect()
 }
 
-struct TestExecutor {
+struct AttackedExecutor {
     now: Instant,
     executor: Endpoint,
-    identity: Identity,
+    identity: StaticKeys,
 }
 
-impl TestExecutor {
-    fn new(limits: Limits) -> Self {
+impl AttackedExecutor {
+    fn new(limits: EndpointLimits) -> Self {
         let now = epoch();
         let (mut executor, identity) = executor_with(limits, 77);
         executor.socket_up(now);
@@ -62,8 +64,13 @@ impl TestExecutor {
 
     /// Creates a harness, and returns its first frames without delivering them.
     fn harness(&self, stream_id: &str, seed: u64) -> (Endpoint, StreamKey, Vec<Vec<u8>>) {
-        let (mut harness, stream) =
-            harness_with(Limits::default(), &self.identity, stream_id, self.now, seed);
+        let (mut harness, stream) = harness_with(
+            EndpointLimits::default(),
+            &self.identity,
+            stream_id,
+            self.now,
+            seed,
+        );
         harness.socket_up(self.now);
         let first = frames(&mut harness, self.now);
         assert_eq!(first.len(), 2, "resume and handshake");
@@ -84,7 +91,7 @@ impl TestExecutor {
         let there = events(&mut self.executor)
             .into_iter()
             .find_map(|event| match event {
-                Event::AdmissionRequested { stream, .. } => Some(stream),
+                EndpointEvent::AdmissionRequested { stream, .. } => Some(stream),
                 _ => None,
             })
             .unwrap();
@@ -110,10 +117,11 @@ impl TestExecutor {
 
 #[test]
 fn replayed_handshake_opens_no_stream_and_is_not_decrypted() {
-    let mut target = TestExecutor::new(Limits::default());
+    let mut target = AttackedExecutor::new(EndpointLimits::default());
     let (mut harness, _, first) = target.harness(STREAM, 1);
     target.deliver(&first[1]);
-    let [Event::AdmissionRequested { stream, .. }] = &events(&mut target.executor)[..] else {
+    let [EndpointEvent::AdmissionRequested { stream, .. }] = &events(&mut target.executor)[..]
+    else {
         panic!("no admission request")
     };
     let stream = *stream;
@@ -133,18 +141,18 @@ fn replayed_handshake_opens_no_stream_and_is_not_decrypted() {
     harness.handle_frame(target.now, &reply[0]).unwrap();
     assert!(matches!(
         events(&mut harness)[..],
-        [Event::Opened {
+        [EndpointEvent::Opened {
             mode: Mode::Reliable,
             ..
         }]
     ));
     // After the stream has ended.
-    target.executor.reset(stream, Reason::ShuttingDown);
+    target.executor.reset(stream, EndReason::ShuttingDown);
     frames(&mut target.executor, target.now);
     let answer = target.deliver(&first[1]);
     assert_eq!(
         resets(&answer),
-        [(STREAM.to_owned(), Reason::HandshakeReplayed)]
+        [(STREAM.to_owned(), EndReason::HandshakeReplayed)]
     );
     // A handshake of another stream that was not seen before cannot be decrypted for this one.
     let (_, _, unseen) = target.harness(STREAM, 2);
@@ -152,17 +160,18 @@ fn replayed_handshake_opens_no_stream_and_is_not_decrypted() {
     let moved = Transmit::handshake("another", Acks::default(), greeting.into()).to_vec();
     assert_eq!(
         resets(&target.deliver(&moved)),
-        [("another".to_owned(), Reason::HandshakeFailed)]
+        [("another".to_owned(), EndReason::HandshakeFailed)]
     );
     assert_eq!(target.executor.stream_count(), 0);
 }
 
 #[test]
 fn replayed_handshake_times_out_without_confirmation() {
-    let mut target = TestExecutor::new(Limits::default());
+    let mut target = AttackedExecutor::new(EndpointLimits::default());
     let (_, _, first) = target.harness(STREAM, 1);
     target.deliver(&first[1]);
-    let [Event::AdmissionRequested { stream, .. }] = events(&mut target.executor)[..] else {
+    let [EndpointEvent::AdmissionRequested { stream, .. }] = events(&mut target.executor)[..]
+    else {
         panic!("no admission request")
     };
     target.executor.admit(target.now, stream);
@@ -176,8 +185,8 @@ fn replayed_handshake_times_out_without_confirmation() {
     assert_eq!(target.executor.stream_count(), 0);
     assert!(events(&mut target.executor).iter().any(|event| matches!(
         event,
-        Event::Closed {
-            reason: Reason::HandshakeTimeout,
+        EndpointEvent::Closed {
+            reason: EndReason::HandshakeTimeout,
             ..
         }
     )));
@@ -185,17 +194,17 @@ fn replayed_handshake_times_out_without_confirmation() {
 
 #[test]
 fn stolen_authorization_is_reported_with_the_key_of_the_thief() {
-    let mut target = TestExecutor::new(Limits::default());
+    let mut target = AttackedExecutor::new(EndpointLimits::default());
     let mut random = entropy(9);
-    let thief = Identity::generate(&mut random);
-    let config = HarnessConfig {
+    let thief = StaticKeys::generate(&mut random);
+    let config = RelayHarnessConfig {
         environment_id: ENVIRONMENT.into(),
         registration_id: REGISTRATION.into(),
         stream_id: "thief".into(),
         identity: thief.clone(),
         executor: target.identity.public_key().clone(),
         authorization: Authorization::new("stolen").unwrap(),
-        limits: Limits::default(),
+        limits: EndpointLimits::default(),
     };
     let (mut harness, _) = Endpoint::harness(config, target.now, &mut random).unwrap();
     harness.socket_up(target.now);
@@ -203,7 +212,7 @@ fn stolen_authorization_is_reported_with_the_key_of_the_thief() {
         target.deliver(&frame);
     }
     let [
-        Event::AdmissionRequested {
+        EndpointEvent::AdmissionRequested {
             stream,
             harness: key,
             authorization,
@@ -219,17 +228,17 @@ fn stolen_authorization_is_reported_with_the_key_of_the_thief() {
     let stream = *stream;
     target
         .executor
-        .refuse(target.now, stream, Reason::AuthorizationRefused);
+        .refuse(target.now, stream, EndReason::AuthorizationRefused);
     let answer = frames(&mut target.executor, target.now);
     assert_eq!(
         resets(&answer),
-        [("thief".to_owned(), Reason::AuthorizationRefused)]
+        [("thief".to_owned(), EndReason::AuthorizationRefused)]
     );
     for frame in answer {
         harness.handle_frame(target.now, &frame).unwrap();
     }
     let [
-        Event::Closed {
+        EndpointEvent::Closed {
             reason,
             by_peer: true,
             ..
@@ -244,21 +253,22 @@ fn stolen_authorization_is_reported_with_the_key_of_the_thief() {
 #[test]
 fn rejected_credentials_of_the_executor_are_reported_in_the_handshake() {
     for acknowledge in [true, false] {
-        let mut limits = Limits::default();
+        let mut limits = EndpointLimits::default();
         limits.acknowledge = acknowledge;
-        let mut target = TestExecutor::new(limits);
+        let mut target = AttackedExecutor::new(limits);
         let (mut harness, _, first) = target.harness(STREAM, 1);
         for frame in &first {
             target.deliver(frame);
         }
-        let [Event::AdmissionRequested { stream, .. }] = events(&mut target.executor)[..] else {
+        let [EndpointEvent::AdmissionRequested { stream, .. }] = events(&mut target.executor)[..]
+        else {
             panic!("no admission request")
         };
-        let refused = Reason::ExecutorRejected;
+        let refused = EndReason::ExecutorRejected;
         target.executor.refuse(target.now, stream, refused);
         let answer = frames(&mut target.executor, target.now);
         assert_eq!(resets(&answer), [], "the handshake message is the answer");
-        let [Event::Closed { .. }] = events(&mut target.executor)[..] else {
+        let [EndpointEvent::Closed { .. }] = events(&mut target.executor)[..] else {
             panic!("not closed")
         };
         let answered = answer.iter().filter(|frame| {
@@ -270,7 +280,7 @@ fn rejected_credentials_of_the_executor_are_reported_in_the_handshake() {
             harness.handle_frame(target.now, frame).unwrap();
         }
         let [
-            Event::Closed {
+            EndpointEvent::Closed {
                 reason,
                 by_peer: true,
                 ..
@@ -279,7 +289,7 @@ fn rejected_credentials_of_the_executor_are_reported_in_the_handshake() {
         else {
             panic!("not closed")
         };
-        assert_eq!(*reason, Reason::ExecutorRejected);
+        assert_eq!(*reason, EndReason::ExecutorRejected);
         assert!(!reason.is_retryable());
         assert!(frames(&mut harness, target.now).is_empty());
     }
@@ -287,7 +297,7 @@ fn rejected_credentials_of_the_executor_are_reported_in_the_handshake() {
 
 #[test]
 fn handshake_for_used_stream_id_is_ignored_and_leaves_the_stream_open() {
-    let mut target = TestExecutor::new(Limits::default());
+    let mut target = AttackedExecutor::new(EndpointLimits::default());
     let (mut victim, here, there) = target.open(STREAM, 1);
     let (mut thief, _, first) = target.harness(STREAM, 2);
     for frame in &first {
@@ -314,35 +324,35 @@ fn handshake_for_used_stream_id_is_ignored_and_leaves_the_stream_open() {
 
 #[test]
 fn handshake_for_another_registration_is_refused() {
-    let mut target = TestExecutor::new(Limits::default());
+    let mut target = AttackedExecutor::new(EndpointLimits::default());
     let (_, _, first) = target.harness(STREAM, 1);
     target.executor.set_registration_id("registration-2".into());
     let answer = target.deliver(&first[1]);
     assert_eq!(
         resets(&answer),
-        [(STREAM.to_owned(), Reason::HandshakeFailed)]
+        [(STREAM.to_owned(), EndReason::HandshakeFailed)]
     );
 }
 
 #[test]
 fn answer_of_another_executor_is_rejected() {
-    let target = TestExecutor::new(Limits::default());
+    let target = AttackedExecutor::new(EndpointLimits::default());
     let (mut harness, _, first) = target.harness(STREAM, 1);
-    let (mut other, _) = executor_with(Limits::default(), 1234);
+    let (mut other, _) = executor_with(EndpointLimits::default(), 1234);
     other.socket_up(target.now);
     other.handle_frame(target.now, &first[1]).unwrap();
     let answer = frames(&mut other, target.now);
     assert_eq!(
         resets(&answer),
-        [(STREAM.to_owned(), Reason::HandshakeFailed)]
+        [(STREAM.to_owned(), EndReason::HandshakeFailed)]
     );
     // A made-up answer fails, too.
     let forged = Transmit::handshake(STREAM, Acks::default(), vec![7; 3424].into()).to_vec();
     harness.handle_frame(target.now, &forged).unwrap();
     assert!(matches!(
         events(&mut harness)[..],
-        [Event::Closed {
-            reason: Reason::HandshakeFailed,
+        [EndpointEvent::Closed {
+            reason: EndReason::HandshakeFailed,
             ..
         }]
     ));
@@ -350,7 +360,7 @@ fn answer_of_another_executor_is_rejected() {
 
 #[test]
 fn bad_handshakes_cause_a_bounded_number_of_decryptions() {
-    let mut target = TestExecutor::new(Limits::default());
+    let mut target = AttackedExecutor::new(EndpointLimits::default());
     let (mut friend, here, there) = target.open("friend", 1);
     let mut unseen = 0;
     for n in 0..10_000_u32 {
@@ -361,7 +371,7 @@ fn bad_handshakes_cause_a_bounded_number_of_decryptions() {
         let [(_, reason)] = &resets(&answer)[..] else {
             panic!("no reset")
         };
-        unseen += u32::from(*reason == Reason::HandshakeCooldown);
+        unseen += u32::from(*reason == EndReason::HandshakeCooldown);
     }
     assert_eq!(unseen, 10_000 - 64);
     assert_eq!(target.executor.stream_count(), 1);
@@ -382,9 +392,9 @@ fn bad_handshakes_cause_a_bounded_number_of_decryptions() {
 
 #[test]
 fn pending_and_open_streams_are_bounded() {
-    let mut limits = Limits::default();
+    let mut limits = EndpointLimits::default();
     (limits.pending, limits.streams) = (2, 3);
-    let mut target = TestExecutor::new(limits);
+    let mut target = AttackedExecutor::new(limits);
     for n in 0..2 {
         let (_, _, first) = target.harness(&format!("p{n}"), n);
         assert_eq!(resets(&target.deliver(&first[1])), []);
@@ -392,7 +402,7 @@ fn pending_and_open_streams_are_bounded() {
     let (_, _, first) = target.harness("p2", 2);
     assert_eq!(
         resets(&target.deliver(&first[1])),
-        [("p2".to_owned(), Reason::TooManyValidations)]
+        [("p2".to_owned(), EndReason::TooManyValidations)]
     );
     // No decision is made; the slots become free after the time limit.
     target.now += Duration::from_secs(10);
@@ -401,7 +411,7 @@ fn pending_and_open_streams_are_bounded() {
     assert!(
         answers
             .iter()
-            .all(|(_, reason)| *reason == Reason::ValidationTimeout)
+            .all(|(_, reason)| *reason == EndReason::ValidationTimeout)
     );
     assert_eq!(answers.len(), 2);
     events(&mut target.executor);
@@ -411,13 +421,13 @@ fn pending_and_open_streams_are_bounded() {
     let (_, _, first) = target.harness("o3", 20);
     assert_eq!(
         resets(&target.deliver(&first[1])),
-        [("o3".to_owned(), Reason::TooManyStreams)]
+        [("o3".to_owned(), EndReason::TooManyStreams)]
     );
 }
 
 #[test]
 fn forged_reset_ends_only_its_stream() {
-    let mut target = TestExecutor::new(Limits::default());
+    let mut target = AttackedExecutor::new(EndpointLimits::default());
     let (mut first, here, there) = target.open("first", 1);
     let (_, _, second) = target.open("second", 2);
     target.deliver(&Transmit::reset("unknown", "because").to_vec());
@@ -425,7 +435,7 @@ fn forged_reset_ends_only_its_stream() {
     let answer = target.deliver(&Transmit::reset("second", "because").to_vec());
     assert_eq!(resets(&answer), [], "a reset is not answered");
     let [
-        Event::Closed {
+        EndpointEvent::Closed {
             stream,
             reason,
             by_peer: true,
@@ -447,7 +457,7 @@ fn forged_reset_ends_only_its_stream() {
         &b"on"[..]
     );
     // A false report of a lost socket delays a reliable stream only.
-    target.deliver(&Transmit::reset("first", Reason::HarnessDetached.as_str()).to_vec());
+    target.deliver(&Transmit::reset("first", EndReason::HarnessDetached.as_str()).to_vec());
     target
         .executor
         .send_message(target.now, there, Bytes::from_static(b"back"))
@@ -465,7 +475,7 @@ fn forged_reset_ends_only_its_stream() {
 
 #[test]
 fn false_acknowledgements_do_not_break_the_sender() {
-    let mut target = TestExecutor::new(Limits::default());
+    let mut target = AttackedExecutor::new(EndpointLimits::default());
     let (mut harness, here, _) = target.open(STREAM, 1);
     for (ack, bits, credit) in [
         (u32::MAX, u32::MAX, u64::MAX),
@@ -495,16 +505,16 @@ fn flipped_bit_never_changes_a_message() {
     let mut ends = 0;
     for limits in [true, false] {
         for byte in 0..75_usize {
-            let mut target = TestExecutor::new(Limits::default());
+            let mut target = AttackedExecutor::new(EndpointLimits::default());
             let acknowledge = limits;
-            let mut limits = Limits::default();
+            let mut limits = EndpointLimits::default();
             limits.acknowledge = acknowledge;
             let (mut harness, here) = harness_with(limits, &target.identity, STREAM, target.now, 3);
             harness.socket_up(target.now);
             for frame in frames(&mut harness, target.now) {
                 target.deliver(&frame);
             }
-            let Some(Event::AdmissionRequested { stream: there, .. }) =
+            let Some(EndpointEvent::AdmissionRequested { stream: there, .. }) =
                 target.executor.poll_event()
             else {
                 panic!("no admission request")
@@ -534,11 +544,11 @@ fn flipped_bit_never_changes_a_message() {
             let closed = events(&mut target.executor)
                 .into_iter()
                 .find_map(|event| match event {
-                    Event::Closed { reason, .. } => Some(reason),
+                    EndpointEvent::Closed { reason, .. } => Some(reason),
                     _ => None,
                 });
             if byte >= payload {
-                assert_eq!(closed, Some(Reason::DecryptFailed), "byte {byte}");
+                assert_eq!(closed, Some(EndReason::DecryptFailed), "byte {byte}");
                 ends += 1;
             }
         }
@@ -548,7 +558,11 @@ fn flipped_bit_never_changes_a_message() {
 
 #[test]
 fn bit_flips_by_the_rendezvous_server_end_the_stream() {
-    let mut simulation = Simulation::new(5, NO_FAULTS, [Limits::default(), Limits::default()]);
+    let mut simulation = Simulation::new(
+        5,
+        NO_FAULTS,
+        [EndpointLimits::default(), EndpointLimits::default()],
+    );
     assert!(simulation.run(LONG, Simulation::is_open));
     simulation.tamper = Some(Box::new(|_, from, frame| {
         if from == EXECUTOR && frame.len() > 1000 {
@@ -564,18 +578,18 @@ fn bit_flips_by_the_rendezvous_server_end_the_stream() {
     }));
     assert_eq!(
         simulation.ends[HARNESS].closed,
-        Some((Reason::DecryptFailed, false))
+        Some((EndReason::DecryptFailed, false))
     );
     assert_eq!(
         simulation.ends[EXECUTOR].closed,
-        Some((Reason::DecryptFailed, true))
+        Some((EndReason::DecryptFailed, true))
     );
     assert!(simulation.ends[HARNESS].received.is_empty());
 }
 
 #[test]
 fn oversized_frames_ids_and_messages_are_rejected_with_their_reason() {
-    let mut target = TestExecutor::new(Limits::default());
+    let mut target = AttackedExecutor::new(EndpointLimits::default());
     let (mut harness, _, _) = target.open(STREAM, 1);
     assert!(
         target
@@ -594,8 +608,8 @@ fn oversized_frames_ids_and_messages_are_rejected_with_their_reason() {
     );
     assert!(matches!(
         events(&mut harness)[..],
-        [Event::Closed {
-            reason: Reason::InvalidFrame,
+        [EndpointEvent::Closed {
+            reason: EndReason::InvalidFrame,
             ..
         }]
     ));
@@ -604,21 +618,23 @@ fn oversized_frames_ids_and_messages_are_rejected_with_their_reason() {
     let answer = target.deliver(&frame);
     assert_eq!(
         resets(&answer),
-        [(STREAM.to_owned(), Reason::RecordTooLong)]
+        [(STREAM.to_owned(), EndReason::RecordTooLong)]
     );
     let greeting = vec![0; 70_000];
     let frame = Transmit::handshake("s", Acks::default(), greeting.into()).to_vec();
     assert_eq!(
         resets(&target.deliver(&frame)),
-        [("s".to_owned(), Reason::HandshakeFailed)]
+        [("s".to_owned(), EndReason::HandshakeFailed)]
     );
 }
 
 #[test]
 fn frame_for_ended_stream_is_answered_with_its_reason() {
-    let mut target = TestExecutor::new(Limits::default());
+    let mut target = AttackedExecutor::new(EndpointLimits::default());
     let (mut harness, here, there) = target.open(STREAM, 1);
-    target.executor.reset(there, Reason::AuthorizationRevoked);
+    target
+        .executor
+        .reset(there, EndReason::AuthorizationRevoked);
     frames(&mut target.executor, target.now);
     // The reset was lost; every further frame of the harness is answered with the same reason.
     harness
@@ -628,7 +644,7 @@ fn frame_for_ended_stream_is_answered_with_its_reason() {
     for frame in frames(&mut harness, target.now) {
         answers.extend(target.deliver(&frame));
     }
-    assert_eq!(resets(&answers)[0].1, Reason::AuthorizationRevoked);
+    assert_eq!(resets(&answers)[0].1, EndReason::AuthorizationRevoked);
     for (frame, answered) in [
         (
             Transmit::data("s", Acks::default(), 0, vec![1].into()),
@@ -641,7 +657,7 @@ fn frame_for_ended_stream_is_answered_with_its_reason() {
         (Transmit::reset("s", "x"), false),
     ] {
         let answer = resets(&target.deliver(&frame.to_vec()));
-        let expected = answered.then(|| ("s".to_owned(), Reason::UnknownStream));
+        let expected = answered.then(|| ("s".to_owned(), EndReason::UnknownStream));
         assert_eq!(answer, Vec::from_iter(expected));
     }
     // Resets that are not sent do not accumulate.
@@ -657,7 +673,7 @@ fn frame_for_ended_stream_is_answered_with_its_reason() {
 
 #[test]
 fn busy_stream_does_not_starve_other_streams() {
-    let mut target = TestExecutor::new(Limits::default());
+    let mut target = AttackedExecutor::new(EndpointLimits::default());
     let (_, _, bulk) = target.open("bulk", 1);
     let (_, _, quick) = target.open("quick", 2);
     frames(&mut target.executor, target.now);
@@ -685,7 +701,7 @@ fn busy_stream_does_not_starve_other_streams() {
     assert!(matches!(decode(&frame).unwrap().body, Body::Reset { .. }));
 }
 
-impl TestExecutor {
+impl AttackedExecutor {
     fn deliver_only(&mut self, frame: &[u8]) {
         self.executor.handle_frame(self.now, frame).unwrap();
     }
@@ -693,8 +709,8 @@ impl TestExecutor {
 
 #[test]
 fn million_random_frames_open_nothing_and_use_bounded_memory() {
-    let mut random = Random::new(42);
-    let mut target = TestExecutor::new(Limits::default());
+    let mut random = XorshiftRandom::new(42);
+    let mut target = AttackedExecutor::new(EndpointLimits::default());
     let (mut harness, here, there) = target.open(STREAM, 1);
     // Real frames to change and repeat.
     let mut store: Vec<Vec<u8>> = Vec::new();
@@ -717,7 +733,7 @@ fn million_random_frames_open_nothing_and_use_bounded_memory() {
             store.push(Transmit::heartbeat(id, acks).to_vec());
             if id != STREAM {
                 store.push(Transmit::reset(id, "r").to_vec());
-                store.push(Transmit::reset(id, Reason::HarnessDetached.as_str()).to_vec());
+                store.push(Transmit::reset(id, EndReason::HarnessDetached.as_str()).to_vec());
             }
         }
     }
@@ -755,25 +771,25 @@ fn million_random_frames_open_nothing_and_use_bounded_memory() {
         }
         for event in events(&mut target.executor) {
             match event {
-                Event::AdmissionRequested { stream, .. } if random.percent(50) => {
+                EndpointEvent::AdmissionRequested { stream, .. } if random.percent(50) => {
                     target.executor.admit(target.now, stream);
                     reopened += 1;
                 }
-                Event::Closed { stream, unread, .. } => {
+                EndpointEvent::Closed { stream, unread, .. } => {
                     assert!(unread.is_empty(), "no message was sent");
                     there_alive &= stream != there;
                 }
-                Event::Readable(_) => panic!("no message was sent"),
+                EndpointEvent::Readable(_) => panic!("no message was sent"),
                 _ => {}
             }
         }
         for event in events(&mut harness) {
             match event {
-                Event::Closed { stream, unread, .. } => {
+                EndpointEvent::Closed { stream, unread, .. } => {
                     assert!(unread.is_empty() && stream == here);
                     harness_alive = false;
                 }
-                Event::Readable(_) => panic!("no message was sent"),
+                EndpointEvent::Readable(_) => panic!("no message was sent"),
                 _ => {}
             }
         }

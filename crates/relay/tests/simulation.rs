@@ -7,13 +7,13 @@ mod support;
 use std::time::Duration;
 
 use bytes::Bytes;
-use exec_server_relay::{Limits, Mode, Reason};
+use exec_server_relay::{EndReason, EndpointLimits, Mode};
 use support::*;
 
 const MINUTES: Duration = Duration::from_secs(30 * 60);
 
-fn small() -> Limits {
-    let mut limits = Limits::default();
+fn small() -> EndpointLimits {
+    let mut limits = EndpointLimits::default();
     limits.send_bytes = 256 << 10;
     limits.receive_bytes = 512 << 10;
     // With heavy loss a handshake may take long.
@@ -23,7 +23,7 @@ fn small() -> Limits {
     limits
 }
 
-fn compatible() -> Limits {
+fn compatible() -> EndpointLimits {
     let mut limits = small();
     limits.acknowledge = false;
     limits
@@ -31,7 +31,7 @@ fn compatible() -> Limits {
 
 /// Sends messages in both directions and checks that each arrives once, in order.
 fn exactly_once(seed: u64, simulation: &mut Simulation, count: usize, max: u64) {
-    let mut random = Random::new(seed + 1000);
+    let mut random = XorshiftRandom::new(seed + 1000);
     let sent = [HARNESS, EXECUTOR].map(|_| messages(&mut random, count, max));
     for (end, sent) in simulation.ends.iter_mut().zip(&sent) {
         end.to_send = sent.clone();
@@ -147,7 +147,7 @@ fn reliable_messages_arrive_under_heavy_loss_and_repeated_cuts() {
         faults.reports_detachment = seed % 2 == 0;
         let mut simulation = Simulation::new(seed, faults, [small(), small()]);
         assert!(simulation.run(MINUTES, Simulation::is_open), "seed {seed}");
-        let mut random = Random::new(seed);
+        let mut random = XorshiftRandom::new(seed);
         let sent = [HARNESS, EXECUTOR].map(|_| messages(&mut random, 60, 150_000));
         for (end, sent) in simulation.ends.iter_mut().zip(&sent) {
             end.to_send = sent.clone();
@@ -278,7 +278,7 @@ fn idle_stream_stays_open_and_vanished_peer_times_out() {
     }));
     assert!(simulation.now - before <= Duration::from_secs(121));
     for end in &simulation.ends {
-        assert_eq!(end.closed, Some((Reason::PeerTimeout, false)));
+        assert_eq!(end.closed, Some((EndReason::PeerTimeout, false)));
     }
 }
 
@@ -303,7 +303,7 @@ fn close_sends_queued_messages_first() {
         }));
         assert_eq!(
             simulation.ends[HARNESS].closed,
-            Some((Reason::Closed, false))
+            Some((EndReason::Closed, false))
         );
         if seed == 6 {
             assert!(simulation.run(MINUTES, |simulation| {
@@ -311,7 +311,7 @@ fn close_sends_queued_messages_first() {
             }));
             assert_eq!(
                 simulation.ends[EXECUTOR].closed,
-                Some((Reason::Closed, true))
+                Some((EndReason::Closed, true))
             );
         }
         assert_eq!(simulation.ends[EXECUTOR].received, sent, "seed {seed}");
@@ -399,7 +399,7 @@ fn compatible_stream_ends_after_a_lost_frame_without_wrong_messages() {
             ..NO_FAULTS
         };
         let max = if seed % 2 == 0 { 100 } else { 60_000 };
-        let sent = messages(&mut Random::new(seed), 300, max);
+        let sent = messages(&mut XorshiftRandom::new(seed), 300, max);
         // One at a time: queued short messages would share a few records.
         for message in &sent {
             if simulation.ends[HARNESS].closed.is_none() {
@@ -440,7 +440,10 @@ fn compatible_stream_ends_with_its_socket() {
         assert!(simulation.run(MINUTES, |simulation| {
             simulation.ends.iter().all(|end| end.closed.is_some())
         }));
-        assert_eq!(simulation.ends[at].closed, Some((Reason::SocketLost, true)));
+        assert_eq!(
+            simulation.ends[at].closed,
+            Some((EndReason::SocketLost, true))
+        );
         let (reason, by_peer) = simulation.ends[1 - at].closed.clone().unwrap();
         assert!(reason.is_detachment() && by_peer);
     }

@@ -40,19 +40,19 @@ use exec_server_transport::backoff::Backoff;
 use exec_server_transport::journal;
 use tokio::sync::Notify;
 
-use crate::router::Node;
-use crate::router::local::Local;
+use crate::router::NodeStatus;
+use crate::router::local::LocalRouter;
 use crate::store::Revocation;
 use crate::tenants;
 use crate::tenants::share::Rates;
-use channel::{Channel, Side};
-use outbox::Outbox;
-use rules::{Claim, Route, Rules, Timing};
-use wire::{Control, Lease, escape};
+use channel::{ChannelSide, NodeChannel};
+use outbox::NatsOutbox;
+use rules::{Claim, ClusterRules, ExecutorRoute, Timing};
+use wire::{ChannelControl, Lease, escape};
 
 pub(crate) use messages::OpenOutcome;
 pub(crate) use view::ClaimError;
-pub(crate) use wire::{Key, NodeRequest};
+pub(crate) use wire::{BucketKey, NodeRequest};
 
 pub use wire::is_node_name;
 
@@ -161,23 +161,23 @@ pub enum ClusterError {
 
 /// A node of a cluster; cheap to clone.
 #[derive(Debug, Clone)]
-pub struct Cluster(pub(crate) Arc<Shared>);
+pub struct Cluster(pub(crate) Arc<ClusterShared>);
 
-pub(crate) struct Shared {
+pub(crate) struct ClusterShared {
     pub(crate) node: Arc<str>,
     options: ClusterOptions,
     /// Connection for everything except the bucket.
     client: Client,
     jetstream: jetstream::Context,
     pub(crate) bucket: kv::Store,
-    pub(crate) local: Local,
-    state: Mutex<State>,
+    pub(crate) local: LocalRouter,
+    state: Mutex<NodeState>,
     /// Notified when this node's view of the bucket changes.
     pub(crate) changed: Notify,
     /// Notified when the watch must restart.
     rewatch: Notify,
-    channels: Mutex<HashMap<Arc<str>, Arc<Channel>>>,
-    pub(crate) outbox: Outbox,
+    channels: Mutex<HashMap<Arc<str>, Arc<NodeChannel>>>,
+    pub(crate) outbox: NatsOutbox,
     /// Recent usage of tenants on this node, reported in the next lease.
     rates: Mutex<BTreeMap<String, Rates>>,
     /// Source of numbers for channels and sockets.
@@ -192,7 +192,7 @@ pub(crate) struct Shared {
     pub(crate) started: Instant,
 }
 
-impl std::fmt::Debug for Shared {
+impl std::fmt::Debug for ClusterShared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Cluster")
             .field("node", &self.node)
@@ -202,8 +202,8 @@ impl std::fmt::Debug for Shared {
 }
 
 /// State of a node; the lock is never held across an await.
-pub(crate) struct State {
-    pub(crate) rules: Rules,
+pub(crate) struct NodeState {
+    pub(crate) rules: ClusterRules,
     pub(crate) leases: HashMap<Arc<str>, Lease>,
     /// Registrations as stored in the bucket, by environment.
     pub(crate) registrations: HashMap<String, Bytes>,
@@ -226,7 +226,7 @@ pub(crate) fn now() -> Instant {
     tokio::time::Instant::now().into_std()
 }
 
-pub(crate) type Failure = Box<dyn std::error::Error + Send + Sync>;
+pub(crate) type ClusterResult = Box<dyn std::error::Error + Send + Sync>;
 
 impl Cluster {
     /// Joins the cluster; `local` is the router of this node's own sockets. Returns when the node
@@ -235,7 +235,7 @@ impl Cluster {
     /// # Errors
     ///
     /// If NATS or its JetStream cannot be used.
-    pub async fn join(options: ClusterOptions, local: Local) -> Result<Self, ClusterError> {
+    pub async fn join(options: ClusterOptions, local: LocalRouter) -> Result<Self, ClusterError> {
         if !is_node_name(&options.node) {
             return Err(ClusterError::Name(options.node));
         }
@@ -253,10 +253,10 @@ impl Cluster {
         })?;
         let node: Arc<str> = options.node.as_str().into();
         let created = bucket.stream.cached_info().created;
-        let shared = Arc::new(Shared {
-            outbox: Outbox::new(client.clone()),
-            state: Mutex::new(State {
-                rules: Rules::new(Arc::clone(&node), options.timing),
+        let shared = Arc::new(ClusterShared {
+            outbox: NatsOutbox::new(client.clone()),
+            state: Mutex::new(NodeState {
+                rules: ClusterRules::new(Arc::clone(&node), options.timing),
                 leases: HashMap::new(),
                 registrations: HashMap::new(),
                 revocations: HashMap::new(),
@@ -287,7 +287,7 @@ impl Cluster {
             started: now(),
             options,
         });
-        let failed = |source: Failure| ClusterError::Bucket {
+        let failed = |source: ClusterResult| ClusterError::Bucket {
             bucket: shared.options.bucket.clone(),
             source,
         };
@@ -321,11 +321,11 @@ impl Cluster {
     ///
     /// If the bucket cannot be used.
     pub async fn share_secret(&self, own: &str) -> Result<String, ClusterError> {
-        let failed = |source: Failure| ClusterError::Bucket {
+        let failed = |source: ClusterResult| ClusterError::Bucket {
             bucket: self.0.options.bucket.clone(),
             source,
         };
-        let key = Key::Secret.to_string();
+        let key = BucketKey::Secret.to_string();
         let made = self.0.bucket.create(&key, Bytes::from(own.to_owned()));
         if let Err(error) = made.await
             && error.kind() != kv::CreateErrorKind::AlreadyExists
@@ -349,7 +349,7 @@ impl Cluster {
     /// Leaves the cluster by deleting the lease, so that other nodes need not wait for it to
     /// expire.
     pub async fn leave(&self) {
-        let key = Key::Node(self.0.node.to_string()).to_string();
+        let key = BucketKey::Node(self.0.node.to_string()).to_string();
         let _ = tokio::time::timeout(OPERATION_TIMEOUT, self.0.bucket.delete(key)).await;
         let _ = tokio::time::timeout(OPERATION_TIMEOUT, self.0.client.flush()).await;
     }
@@ -420,7 +420,7 @@ async fn connect(
 }
 
 /// Text of a NATS error with each source once: some of its errors already include their source.
-fn error_text(error: &dyn std::error::Error) -> Failure {
+fn error_text(error: &dyn std::error::Error) -> ClusterResult {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(error) = source {
@@ -448,7 +448,7 @@ fn redact_servers(servers: &[String]) -> String {
 async fn open_bucket(
     jetstream: &jetstream::Context,
     options: &ClusterOptions,
-) -> Result<kv::Store, Failure> {
+) -> Result<kv::Store, ClusterResult> {
     if let Ok(bucket) = jetstream.get_key_value(&options.bucket).await {
         return Ok(bucket);
     }
@@ -480,23 +480,23 @@ async fn open_bucket(
     }
 }
 
-impl Shared {
-    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
+impl ClusterShared {
+    pub(crate) fn state(&self) -> MutexGuard<'_, NodeState> {
         self.state.lock()
     }
 
-    fn all_channels(&self) -> Vec<Arc<Channel>> {
+    fn all_channels(&self) -> Vec<Arc<NodeChannel>> {
         self.channels.lock().values().cloned().collect()
     }
 
     /// Channels of harnesses connected to this node whose executor is connected to another node.
-    pub(crate) fn entries(&self) -> Vec<Arc<Channel>> {
+    pub(crate) fn entries(&self) -> Vec<Arc<NodeChannel>> {
         let channels = self.channels.lock();
-        let entries = channels.values().filter(|it| it.side == Side::Entry);
+        let entries = channels.values().filter(|it| it.side == ChannelSide::Entry);
         entries.cloned().collect()
     }
 
-    pub(crate) fn route(&self, environment: &str) -> Route {
+    pub(crate) fn route(&self, environment: &str) -> ExecutorRoute {
         self.state().rules.route(environment, now())
     }
 
@@ -534,7 +534,7 @@ impl Shared {
     }
 
     /// All nodes that are alive, this one first.
-    pub(crate) fn nodes(&self) -> Vec<Node> {
+    pub(crate) fn nodes(&self) -> Vec<NodeStatus> {
         let mut nodes = vec![self.own_node()];
         let state = self.state();
         let others = state.leases.iter();
@@ -545,7 +545,7 @@ impl Shared {
         nodes
     }
 
-    fn own_node(&self) -> Node {
+    fn own_node(&self) -> NodeStatus {
         let mut node = self.local.node();
         node.url.clone_from(&self.options.url);
         node.draining |= self.draining.load(Ordering::Relaxed);
@@ -600,7 +600,7 @@ impl Shared {
         self.channels.lock().remove(channel);
     }
 
-    fn add_channel(&self, channel: &Arc<Channel>) {
+    fn add_channel(&self, channel: &Arc<NodeChannel>) {
         self.channels
             .lock()
             .insert(Arc::clone(&channel.id), Arc::clone(channel));
@@ -687,7 +687,7 @@ impl Shared {
             }
         };
         let text = serde_json::to_vec(&lease).unwrap_or_default();
-        let key = Key::Node(self.node.to_string()).to_string();
+        let key = BucketKey::Node(self.node.to_string()).to_string();
         let put = self.bucket.put(&key, text.into());
         match tokio::time::timeout(OPERATION_TIMEOUT, put).await {
             Ok(Ok(revision)) => {
@@ -744,7 +744,7 @@ impl Shared {
             self.remove_claim(environment, revision).await;
         }
         for (node, revision) in removed {
-            let key = Key::Node(node.to_string()).to_string();
+            let key = BucketKey::Node(node.to_string()).to_string();
             // Deletes the lease only if the node has not renewed it in the meantime.
             let _ = self
                 .bucket
@@ -765,7 +765,7 @@ impl Shared {
 
     /// Removes a claim if its revision is still this one.
     pub(crate) async fn remove_claim(&self, environment: Arc<str>, revision: u64) {
-        let key = Key::Claim(environment.to_string()).to_string();
+        let key = BucketKey::Claim(environment.to_string()).to_string();
         let removed = self.bucket.delete_expect_revision(key, Some(revision));
         match tokio::time::timeout(OPERATION_TIMEOUT, removed).await {
             Ok(Ok(())) => {}
@@ -809,14 +809,14 @@ impl Shared {
             }
         };
         if let Some(secret) = secret {
-            keep(Key::Secret.to_string(), secret).await;
+            keep(BucketKey::Secret.to_string(), secret).await;
         }
         for (key, revocation) in revocations {
             let text = serde_json::to_vec(&revocation).unwrap_or_default();
             keep(key, text.into()).await;
         }
         for (environment, value) in registrations {
-            keep(Key::Registration(environment).to_string(), value).await;
+            keep(BucketKey::Registration(environment).to_string(), value).await;
         }
         for (environment, socket) in claims {
             let Some(registration) = self.local.registration_here(&environment) else {
@@ -846,9 +846,9 @@ impl Shared {
 }
 
 /// Reports the end of a channel that this node does not have.
-fn send_end(shared: &Shared, node: &str, environment: &str, channel: &str, last: &str) {
+fn send_end(shared: &ClusterShared, node: &str, environment: &str, channel: &str, last: &str) {
     let subject = shared.node_subject(node, &format!("{environment}.{channel}.{last}"));
-    let text = serde_json::to_vec(&Control::End).unwrap_or_default();
+    let text = serde_json::to_vec(&ChannelControl::End).unwrap_or_default();
     shared.outbox.send(subject, None, text.into());
 }
 
@@ -860,14 +860,14 @@ mod tests {
     fn error_text_names_each_source_once() {
         #[derive(Debug, thiserror::Error)]
         #[error("it failed: {0}")]
-        struct Outer(#[source] Inner);
+        struct ClusterHandle(#[source] ClusterTasks);
         #[derive(Debug, thiserror::Error)]
         #[error("refused")]
-        struct Inner(#[source] std::num::ParseIntError);
+        struct ClusterTasks(#[source] std::num::ParseIntError);
 
         let innermost = "x".parse::<u8>().unwrap_err();
         let expected = format!("it failed: refused: {innermost}");
-        let error = error_text(&Outer(Inner(innermost)));
+        let error = error_text(&ClusterHandle(ClusterTasks(innermost)));
         assert_eq!(error.to_string(), expected);
         assert!(error.source().is_none());
     }

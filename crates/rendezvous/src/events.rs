@@ -29,13 +29,13 @@ pub(crate) struct Events {
 /// Subscribers of this node; the lock is never held across an await.
 #[derive(Debug, Default)]
 struct Subscribers {
-    all: Vec<Arc<Subscriber>>,
+    all: Vec<Arc<EventSubscriber>>,
     /// Set while this node has subscribers and the cluster has other nodes.
     remote_events: Option<EventSubscription>,
 }
 
 #[derive(Debug)]
-struct Subscriber {
+struct EventSubscriber {
     /// Tenant whose events the subscriber receives; `None` for all.
     tenant: Option<Arc<str>>,
     queue: Mutex<EventQueue>,
@@ -99,7 +99,7 @@ impl Events {
         self: &Arc<Self>,
         tenant: Option<Arc<str>>,
         router: &dyn Router,
-    ) -> Option<Subscription> {
+    ) -> Option<LocalEventSubscription> {
         let mut subscribers = locked(&self.subscribers);
         if subscribers.all.len() >= MAX_SUBSCRIBERS {
             return None;
@@ -109,13 +109,13 @@ impl Events {
             subscribers.remote_events =
                 router.subscribe_events(Box::new(move |admin_event| events.publish(admin_event)));
         }
-        let subscriber = Arc::new(Subscriber {
+        let subscriber = Arc::new(EventSubscriber {
             tenant,
             queue: Mutex::default(),
             filled: Notify::new(),
         });
         subscribers.all.push(Arc::clone(&subscriber));
-        Some(Subscription {
+        Some(LocalEventSubscription {
             events: Arc::clone(self),
             subscriber,
         })
@@ -124,12 +124,12 @@ impl Events {
 
 /// Subscription to events, until dropped.
 #[derive(Debug)]
-pub(crate) struct Subscription {
+pub(crate) struct LocalEventSubscription {
     events: Arc<Events>,
-    subscriber: Arc<Subscriber>,
+    subscriber: Arc<EventSubscriber>,
 }
 
-impl Subscription {
+impl LocalEventSubscription {
     /// Returns the events since the last call in the format of server-sent events. Cancel safe.
     pub(crate) async fn next(&self) -> String {
         loop {
@@ -153,7 +153,7 @@ impl Subscription {
     }
 }
 
-impl Drop for Subscription {
+impl Drop for LocalEventSubscription {
     fn drop(&mut self) {
         let subscriber = &self.subscriber;
         let mut subscribers = locked(&self.events.subscribers);
@@ -171,10 +171,10 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::router::local::{Local, RouterLimits};
+    use crate::router::local::{LocalRouter, RouterLimits};
 
-    fn router() -> Local {
-        Local::new(RouterLimits::default(), Arc::default())
+    fn router() -> LocalRouter {
+        LocalRouter::new(RouterLimits::default(), Arc::default())
     }
 
     fn admin_event(event: &str, tenant: &str, data: Value) -> AdminEvent {

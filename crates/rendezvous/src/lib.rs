@@ -29,11 +29,11 @@ pub mod tokens;
 #[cfg(feature = "nats")]
 pub use cluster::{Cluster, ClusterOptions};
 pub use registry::is_environment_id;
-pub use router::local::{Local, RouterLimits};
+pub use router::local::{LocalRouter, RouterLimits};
 #[cfg(feature = "nats")]
 pub use router::nats::NatsRouter;
-pub use server::{Config, Parts, Rendezvous};
-pub use store::embedded::Embedded;
+pub use server::{RendezvousConfig, RendezvousParts, RendezvousServer};
+pub use store::embedded::EmbeddedStore;
 #[cfg(feature = "nats")]
 pub use store::nats::NatsStore;
-pub use tokens::{Role, Tokens};
+pub use tokens::{TokenRole, Tokens};

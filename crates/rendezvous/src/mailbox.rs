@@ -18,9 +18,9 @@ const OVERHEAD_BYTES: usize = 64;
 
 /// Number of bytes queued in all mailboxes of one process.
 #[derive(Debug, Default)]
-pub struct Backlog(AtomicUsize);
+pub struct MailboxBacklog(AtomicUsize);
 
-impl Backlog {
+impl MailboxBacklog {
     /// Returns the number of bytes.
     pub fn bytes(&self) -> usize {
         self.0.load(Ordering::Relaxed)
@@ -30,25 +30,25 @@ impl Backlog {
 /// Outgoing queue of one socket.
 #[derive(Debug)]
 pub struct Mailbox {
-    inner: Mutex<Inner>,
+    inner: Mutex<MailboxState>,
     /// Notified when there may be something to write.
     filled: Notify,
     /// Cancelled when the mailbox accepts no more messages and the socket must not be read any
     /// more.
     closed: CancellationToken,
-    backlog: Arc<Backlog>,
+    backlog: Arc<MailboxBacklog>,
 }
 
 /// Queue state; the lock is never held across an await.
 #[derive(Debug, Default)]
-struct Inner {
-    lanes: HashMap<Arc<str>, Lane>,
+struct MailboxState {
+    lanes: HashMap<Arc<str>, MailboxLane>,
     /// Lanes that are not empty, in the order of reading.
     turns: VecDeque<Arc<str>>,
 }
 
 #[derive(Debug, Default)]
-struct Lane {
+struct MailboxLane {
     messages: VecDeque<Bytes>,
     bytes: usize,
     /// Notified when the lane has room again; created when a sender must wait.
@@ -57,7 +57,7 @@ struct Lane {
 
 impl Mailbox {
     /// Creates an empty mailbox; its bytes count towards `backlog`.
-    pub fn new(backlog: Arc<Backlog>) -> Arc<Self> {
+    pub fn new(backlog: Arc<MailboxBacklog>) -> Arc<Self> {
         Arc::new(Self {
             inner: Mutex::default(),
             filled: Notify::new(),
@@ -66,7 +66,7 @@ impl Mailbox {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, MailboxState> {
         self.inner.lock()
     }
 
@@ -102,7 +102,7 @@ impl Mailbox {
         self.insert(&mut inner, lane, message);
     }
 
-    fn insert(&self, inner: &mut Inner, lane: &Arc<str>, message: Bytes) {
+    fn insert(&self, inner: &mut MailboxState, lane: &Arc<str>, message: Bytes) {
         if self.closed.is_cancelled() {
             return;
         }
@@ -160,7 +160,7 @@ impl Mailbox {
             }
         }
         if inner.lanes.is_empty() && inner.lanes.capacity() > 64 {
-            *inner = Inner::default();
+            *inner = MailboxState::default();
         }
     }
 
@@ -217,7 +217,7 @@ mod tests {
 
     #[tokio::test]
     async fn lanes_are_read_in_turn_and_have_separate_limits() {
-        let backlog = Arc::new(Backlog::default());
+        let backlog = Arc::new(MailboxBacklog::default());
         let mailbox = Mailbox::new(Arc::clone(&backlog));
         let (a, b): (Arc<str>, Arc<str>) = ("a".into(), "b".into());
         for text in ["a1", "a2", "a3"] {

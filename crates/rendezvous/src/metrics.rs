@@ -2,18 +2,18 @@
 
 use std::sync::Arc;
 
-use exec_server_transport::metrics::{Counter, Page, label};
+use exec_server_transport::metrics::{Counter, PrometheusText, label};
 
-use crate::tenants::Counters;
+use crate::tenants::UsageCounters;
 
-/// Names of the registry requests, in the order of [`Metrics::calls`].
+/// Names of the registry requests, in the order of [`RendezvousMetrics::calls`].
 pub(crate) const CALLS: [&str; 9] = [
     "register", "connect", "validate", "list", "remove", "revoke", "permit", "drain", "other",
 ];
 
 /// Counters of one rendezvous server.
 #[derive(Debug, Default)]
-pub(crate) struct Metrics {
+pub(crate) struct RendezvousMetrics {
     pub(crate) connections: Counter,
     pub(crate) executors: Counter,
     pub(crate) harnesses: Counter,
@@ -40,7 +40,7 @@ pub(crate) struct Metrics {
     calls: [[Counter; 2]; CALLS.len()],
 }
 
-impl Metrics {
+impl RendezvousMetrics {
     pub(crate) fn received(&self, bytes: usize) {
         self.frames.add(1);
         self.received_bytes.add(bytes as u64);
@@ -62,9 +62,9 @@ impl Metrics {
         backlog: usize,
         draining: bool,
         node: &str,
-        tenants: &[(Arc<str>, Arc<Counters>)],
+        tenants: &[(Arc<str>, Arc<UsageCounters>)],
     ) -> String {
-        let mut page = Page::new("exec_server_rendezvous_");
+        let mut page = PrometheusText::new("exec_server_rendezvous_");
         page.family("build_info", "gauge", "Version of the running program.");
         let node = label(node);
         let version = env!("CARGO_PKG_VERSION");
@@ -150,7 +150,7 @@ impl Metrics {
                 page.sample("calls_total", &labels, counter.value());
             }
         }
-        type Of = fn(&Counters) -> &Counter;
+        type Of = fn(&UsageCounters) -> &Counter;
         let families: [(&str, &str, &str, Of); 6] = [
             (
                 "tenant_executors",

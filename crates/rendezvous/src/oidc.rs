@@ -12,13 +12,16 @@ use std::time::{Duration, Instant};
 
 use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server_sync::{Mutex, RwLock};
-use exec_server_transport::jwt::{self, Algorithm, Claims, Expected, Key, Material, Token};
+use exec_server_transport::jwt::{
+    self, ExpectedClaims, KeyMaterial, ParsedToken, SignatureAlgorithm, VerificationKey,
+    VerifiedClaims,
+};
 use futures_util::future::BoxFuture;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::tenants;
-use crate::tokens::{Caller, Role};
+use crate::tokens::{AuthenticatedCaller, TokenRole};
 
 /// Prefix of subject names.
 const PREFIX: &str = "jwt:";
@@ -77,7 +80,7 @@ pub trait KeySource: fmt::Debug + Send + Sync {
 /// Reason why an OIDC token is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum JwtError {
+pub enum OidcTokenError {
     /// The token is not three parts of base64 and JSON.
     #[error("malformed token")]
     Malformed,
@@ -108,25 +111,25 @@ pub enum JwtError {
     Subject,
 }
 
-impl From<jwt::Error> for JwtError {
-    fn from(error: jwt::Error) -> Self {
+impl From<jwt::JwtError> for OidcTokenError {
+    fn from(error: jwt::JwtError) -> Self {
         match error {
-            jwt::Error::Algorithm(name) => Self::Algorithm(name),
-            jwt::Error::UnknownKey => Self::UnknownKey,
-            jwt::Error::Signature => Self::Signature,
-            jwt::Error::Claim(name) => Self::Type(name.to_owned()),
-            jwt::Error::Subject => Self::Subject,
-            jwt::Error::Expired => Self::Claim("expired"),
-            jwt::Error::NotYet => Self::Claim("not valid yet"),
-            jwt::Error::Issuer => Self::Claim("of another issuer"),
-            jwt::Error::Audience => Self::Claim("for another audience"),
+            jwt::JwtError::Algorithm(name) => Self::Algorithm(name),
+            jwt::JwtError::UnknownKey => Self::UnknownKey,
+            jwt::JwtError::Signature => Self::Signature,
+            jwt::JwtError::Claim(name) => Self::Type(name.to_owned()),
+            jwt::JwtError::Subject => Self::Subject,
+            jwt::JwtError::Expired => Self::Claim("expired"),
+            jwt::JwtError::NotYet => Self::Claim("not valid yet"),
+            jwt::JwtError::Issuer => Self::Claim("of another issuer"),
+            jwt::JwtError::Audience => Self::Claim("for another audience"),
             _ => Self::Malformed,
         }
     }
 }
 
 #[derive(Deserialize)]
-struct Document {
+struct JwksDocument {
     keys: Vec<Value>,
 }
 
@@ -154,10 +157,10 @@ struct Jwk {
 
 impl Jwk {
     /// Converts the key; `None` if its type, use or algorithm is not supported.
-    fn key(self) -> Option<Key> {
+    fn key(self) -> Option<VerificationKey> {
         let bytes = |text: &Option<String>| decode(text.as_deref()?);
         let material = match (&*self.kty, self.crv.as_deref()) {
-            ("RSA", _) => Material::Rsa {
+            ("RSA", _) => KeyMaterial::Rsa {
                 n: unpadded(bytes(&self.n)?),
                 e: unpadded(bytes(&self.e)?),
             },
@@ -166,19 +169,19 @@ impl Jwk {
                 if x.len() != 32 || y.len() != 32 {
                     return None;
                 }
-                Material::P256([&[4], &x[..], &y[..]].concat())
+                KeyMaterial::P256([&[4], &x[..], &y[..]].concat())
             }
-            ("OKP", Some("Ed25519")) => Material::Ed25519(bytes(&self.x)?),
+            ("OKP", Some("Ed25519")) => KeyMaterial::Ed25519(bytes(&self.x)?),
             _ => return None,
         };
-        let key = Key {
+        let key = VerificationKey {
             id: self.kid,
             material,
         };
         let signs = self.usage.is_none_or(|usage| usage == "sig");
         let same = self
             .alg
-            .is_none_or(|alg| Algorithm::parse(&alg) == Some(key.algorithm()));
+            .is_none_or(|alg| SignatureAlgorithm::parse(&alg) == Some(key.algorithm()));
         (signs && same).then_some(key)
     }
 }
@@ -194,10 +197,10 @@ fn unpadded(bytes: Vec<u8>) -> Vec<u8> {
 }
 
 /// Parses the keys of a JWKS document; skips unsupported keys.
-fn parse_keys(document: &[u8]) -> Result<Vec<Key>, String> {
-    let Document { keys } = serde_json::from_slice(document)
+fn parse_keys(document: &[u8]) -> Result<Vec<VerificationKey>, String> {
+    let JwksDocument { keys } = serde_json::from_slice(document)
         .map_err(|error| format!("this is no JWKS document: {error}"))?;
-    let keys: Vec<Key> = keys
+    let keys: Vec<VerificationKey> = keys
         .into_iter()
         .take(MAX_KEYS)
         .filter_map(|key| serde_json::from_value::<Jwk>(key).ok()?.key())
@@ -240,7 +243,7 @@ fn subject_name(subject: &str) -> Option<String> {
 pub struct Oidc {
     config: OidcConfig,
     source: Arc<dyn KeySource>,
-    keys: RwLock<Arc<Vec<Key>>>,
+    keys: RwLock<Arc<Vec<VerificationKey>>>,
     /// Locked while keys are fetched, so that concurrent requests share one fetch.
     refreshing: tokio::sync::Mutex<()>,
     /// Time of the last fetch.
@@ -264,7 +267,7 @@ impl Oidc {
         }
     }
 
-    fn keys(&self) -> Arc<Vec<Key>> {
+    fn keys(&self) -> Arc<Vec<VerificationKey>> {
         Arc::clone(&self.keys.read())
     }
 
@@ -303,19 +306,27 @@ impl Oidc {
     }
 
     /// Verifies a token at `unix_now` seconds since 1970; returns the caller it identifies.
-    pub(crate) async fn caller(&self, token: &str, unix_now: u64) -> Result<Caller, JwtError> {
-        let token = Token::parse(token, &Algorithm::PUBLIC)?;
+    pub(crate) async fn caller(
+        &self,
+        token: &str,
+        unix_now: u64,
+    ) -> Result<AuthenticatedCaller, OidcTokenError> {
+        let token = ParsedToken::parse(token, &SignatureAlgorithm::PUBLIC)?;
         let mut claims = token.verify(&self.keys());
-        if claims == Err(jwt::Error::UnknownKey) {
+        if claims == Err(jwt::JwtError::UnknownKey) {
             self.look_again().await;
             claims = token.verify(&self.keys());
         }
         self.read(&claims?, i64::try_from(unix_now).unwrap_or(i64::MAX))
     }
 
-    fn read(&self, claims: &Claims, now: i64) -> Result<Caller, JwtError> {
+    fn read(
+        &self,
+        claims: &VerifiedClaims,
+        now: i64,
+    ) -> Result<AuthenticatedCaller, OidcTokenError> {
         let config = &self.config;
-        claims.check(&Expected {
+        claims.check(&ExpectedClaims {
             issuer: Some(&config.issuer),
             audience: Some(&config.audience),
             now,
@@ -323,20 +334,20 @@ impl Oidc {
         })?;
         let made = claims.issued_at();
         if made.is_some_and(|made| made > now.saturating_add(LEEWAY)) {
-            return Err(JwtError::Claim("not valid yet"));
+            return Err(OidcTokenError::Claim("not valid yet"));
         }
         let name = claims.subject().and_then(subject_name);
-        let name = name.ok_or(JwtError::Subject)?;
+        let name = name.ok_or(OidcTokenError::Subject)?;
         let members = claims.members();
-        let roles: Vec<Role> = words(members, &config.role_claim)?
+        let roles: Vec<TokenRole> = words(members, &config.role_claim)?
             .unwrap_or_default()
             .iter()
             .filter_map(|role| role.parse().ok())
             .collect();
         if roles.is_empty() {
-            return Err(JwtError::NoRole(config.role_claim.clone()));
+            return Err(OidcTokenError::NoRole(config.role_claim.clone()));
         }
-        let bad_tenant = || JwtError::Tenant(config.tenant_claim.clone());
+        let bad_tenant = || OidcTokenError::Tenant(config.tenant_claim.clone());
         let tenant = match claim(members, &config.tenant_claim)? {
             None => tenants::DEFAULT,
             Some(Value::String(tenant)) => tenant,
@@ -345,19 +356,23 @@ impl Oidc {
         let environments = match words(members, &config.environments_claim)? {
             None => Vec::new(),
             Some(none) if none.is_empty() => {
-                return Err(JwtError::Claim("for no environment"));
+                return Err(OidcTokenError::Claim("for no environment"));
             }
             Some(environments) => environments,
         };
         let expires = claims.expires().saturating_add(LEEWAY);
         let expires = u64::try_from(expires).unwrap_or_default();
-        Caller::vouched(name, tenant, roles, environments, expires).ok_or_else(bad_tenant)
+        AuthenticatedCaller::vouched(name, tenant, roles, environments, expires)
+            .ok_or_else(bad_tenant)
     }
 }
 
 /// Returns a claim by its name, or by the path of a nested claim with dots. Returns an error if the
 /// containing claim is not an object.
-fn claim<'a>(claims: &'a Map<String, Value>, path: &str) -> Result<Option<&'a Value>, JwtError> {
+fn claim<'a>(
+    claims: &'a Map<String, Value>,
+    path: &str,
+) -> Result<Option<&'a Value>, OidcTokenError> {
     if let Some(found) = claims.get(path) {
         return Ok(Some(found));
     }
@@ -367,14 +382,14 @@ fn claim<'a>(claims: &'a Map<String, Value>, path: &str) -> Result<Option<&'a Va
     match claims.get(first) {
         None => Ok(None),
         Some(Value::Object(inner)) => claim(inner, rest),
-        Some(_) => Err(JwtError::Type(first.to_owned())),
+        Some(_) => Err(OidcTokenError::Type(first.to_owned())),
     }
 }
 
 /// Returns the strings of an array, or a text split at spaces and commas; an error for any other
 /// type.
-fn words(claims: &Map<String, Value>, path: &str) -> Result<Option<Vec<String>>, JwtError> {
-    let wrong = || JwtError::Type(path.to_owned());
+fn words(claims: &Map<String, Value>, path: &str) -> Result<Option<Vec<String>>, OidcTokenError> {
+    let wrong = || OidcTokenError::Type(path.to_owned());
     let mut words: Vec<String> = match claim(claims, path)? {
         None => return Ok(None),
         Some(Value::String(text)) => text.split([' ', ',']).map(str::to_owned).collect(),
@@ -401,12 +416,12 @@ mod tests {
     const NOW: u64 = 1_000_000;
 
     /// Private key for each signature algorithm.
-    enum Signer {
+    enum TestTokenSigner {
         Ed25519(Ed25519KeyPair),
         P256(EcdsaKeyPair),
     }
 
-    impl Signer {
+    impl TestTokenSigner {
         fn ed25519() -> Self {
             let key = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).unwrap();
             Self::Ed25519(Ed25519KeyPair::from_pkcs8(key.as_ref()).unwrap())
@@ -461,12 +476,12 @@ mod tests {
     }
 
     #[derive(Debug, Default)]
-    struct Source {
+    struct TestKeySource {
         document: Mutex<Value>,
         fetched: Mutex<usize>,
     }
 
-    impl KeySource for Source {
+    impl KeySource for TestKeySource {
         fn fetch(&self) -> BoxFuture<'_, Result<Vec<u8>, String>> {
             *self.fetched.lock() += 1;
             let document = self.document.lock().to_string();
@@ -474,8 +489,8 @@ mod tests {
         }
     }
 
-    async fn issuer(keys: Value) -> (Oidc, Arc<Source>) {
-        let source = Arc::new(Source::default());
+    async fn issuer(keys: Value) -> (Oidc, Arc<TestKeySource>) {
+        let source = Arc::new(TestKeySource::default());
         *source.document.lock() = json!({ "keys": keys });
         let config = OidcConfig::new("https://issuer.example", "meet");
         let oidc = Oidc::new(config, Arc::clone(&source) as Arc<dyn KeySource>);
@@ -492,7 +507,7 @@ mod tests {
 
     #[tokio::test]
     async fn valid_token_identifies_its_subject() {
-        let (first, second) = (Signer::ed25519(), Signer::p256());
+        let (first, second) = (TestTokenSigner::ed25519(), TestTokenSigner::p256());
         let (oidc, _) = issuer(json!([
             first.jwk("a"),
             {"kty": "oct", "k": "AAAA"},
@@ -505,7 +520,7 @@ mod tests {
             assert_eq!(&*caller.name, "jwt:auth0%7Calice");
             assert!(is_subject(&caller.name));
             assert_eq!(&*caller.tenant, "acme");
-            assert!(caller.is(Role::Harness) && !caller.is(Role::Executor));
+            assert!(caller.is(TokenRole::Harness) && !caller.is(TokenRole::Executor));
             assert!(caller.may_use("anything"));
             // Nothing that is granted to the caller outlives its token.
             assert_eq!(caller.until(NOW, 60), NOW + 60);
@@ -529,8 +544,8 @@ mod tests {
 
     #[tokio::test]
     async fn claim_names_are_configurable() {
-        let key = Signer::ed25519();
-        let source = Arc::new(Source::default());
+        let key = TestTokenSigner::ed25519();
+        let source = Arc::new(TestKeySource::default());
         *source.document.lock() = json!({"keys": [key.jwk("a")]});
         let mut config = OidcConfig::new("i", "meet");
         config.role_claim = "realm_access.roles".to_owned();
@@ -542,53 +557,73 @@ mod tests {
         });
         // The first token causes a fetch of the keys.
         let caller = oidc.caller(&key.token("a", &claims), NOW).await.unwrap();
-        assert!(caller.is(Role::Executor));
+        assert!(caller.is(TokenRole::Executor));
         assert_eq!(&*caller.tenant, "t");
     }
 
     #[tokio::test]
     async fn tokens_with_wrong_key_issuer_audience_or_time_are_refused() {
-        let (key, stranger) = (Signer::ed25519(), Signer::ed25519());
+        let (key, stranger) = (TestTokenSigner::ed25519(), TestTokenSigner::ed25519());
         let (oidc, _) = issuer(json!([key.jwk("a")])).await;
         let refused = async |token: &str| oidc.caller(token, NOW).await.unwrap_err();
         for (name, value, error) in [
             (
                 "iss",
                 json!("https://other.example"),
-                JwtError::Claim("of another issuer"),
+                OidcTokenError::Claim("of another issuer"),
             ),
             (
                 "aud",
                 json!("other"),
-                JwtError::Claim("for another audience"),
+                OidcTokenError::Claim("for another audience"),
             ),
             (
                 "aud",
                 json!(["other"]),
-                JwtError::Claim("for another audience"),
+                OidcTokenError::Claim("for another audience"),
             ),
-            ("exp", json!(NOW - 61), JwtError::Claim("expired")),
-            ("nbf", json!(NOW + 61), JwtError::Claim("not valid yet")),
-            ("iat", json!(NOW + 61), JwtError::Claim("not valid yet")),
-            ("sub", json!(""), JwtError::Subject),
-            ("sub", json!("x".repeat(300)), JwtError::Subject),
+            ("exp", json!(NOW - 61), OidcTokenError::Claim("expired")),
+            (
+                "nbf",
+                json!(NOW + 61),
+                OidcTokenError::Claim("not valid yet"),
+            ),
+            (
+                "iat",
+                json!(NOW + 61),
+                OidcTokenError::Claim("not valid yet"),
+            ),
+            ("sub", json!(""), OidcTokenError::Subject),
+            ("sub", json!("x".repeat(300)), OidcTokenError::Subject),
             (
                 "roles",
                 json!(["boss"]),
-                JwtError::NoRole("roles".to_owned()),
+                OidcTokenError::NoRole("roles".to_owned()),
             ),
             (
                 "tenant",
                 json!("a/b"),
-                JwtError::Tenant("tenant".to_owned()),
+                OidcTokenError::Tenant("tenant".to_owned()),
             ),
-            ("tenant", json!("*"), JwtError::Tenant("tenant".to_owned())),
-            ("tenant", json!(7), JwtError::Tenant("tenant".to_owned())),
-            ("tenant", json!(null), JwtError::Tenant("tenant".to_owned())),
+            (
+                "tenant",
+                json!("*"),
+                OidcTokenError::Tenant("tenant".to_owned()),
+            ),
+            (
+                "tenant",
+                json!(7),
+                OidcTokenError::Tenant("tenant".to_owned()),
+            ),
+            (
+                "tenant",
+                json!(null),
+                OidcTokenError::Tenant("tenant".to_owned()),
+            ),
             (
                 "environments",
                 json!([]),
-                JwtError::Claim("for no environment"),
+                OidcTokenError::Claim("for no environment"),
             ),
         ] {
             let mut claims = claims();
@@ -597,38 +632,44 @@ mod tests {
         }
         assert_eq!(
             refused(&stranger.token("a", &claims())).await,
-            JwtError::Signature
+            OidcTokenError::Signature
         );
         assert_eq!(
             refused(&stranger.token("b", &claims())).await,
-            JwtError::UnknownKey
+            OidcTokenError::UnknownKey
         );
         let good = key.token("a", &claims());
         let (rest, _) = good.rsplit_once('.').unwrap();
-        assert_eq!(refused(&format!("{rest}.")).await, JwtError::Signature);
+        assert_eq!(
+            refused(&format!("{rest}.")).await,
+            OidcTokenError::Signature
+        );
         let mut operator = claims();
         (operator["tenant"], operator["roles"]) = (json!("*"), json!("admin"));
         assert_eq!(
             refused(&key.token("a", &operator)).await,
-            JwtError::Tenant("tenant".to_owned())
+            OidcTokenError::Tenant("tenant".to_owned())
         );
         for alg in ["none", "HS256", "RS512"] {
             let token = key.sign(&json!({"alg": alg, "kid": "a"}), &claims());
-            assert_eq!(refused(&token).await, JwtError::Algorithm(alg.to_owned()));
+            assert_eq!(
+                refused(&token).await,
+                OidcTokenError::Algorithm(alg.to_owned())
+            );
         }
         // A key is valid only for its own algorithm.
         let token = key.sign(&json!({"alg": "ES256", "kid": "a"}), &claims());
-        assert_eq!(refused(&token).await, JwtError::UnknownKey);
+        assert_eq!(refused(&token).await, OidcTokenError::UnknownKey);
         let token = key.sign(&json!({"alg": "EdDSA", "crit": ["x"]}), &claims());
-        assert_eq!(refused(&token).await, JwtError::Malformed);
+        assert_eq!(refused(&token).await, OidcTokenError::Malformed);
         for token in ["", "a", "a.b", "a.b.c", "eyJ.eyJ.eyJ"] {
-            assert_eq!(refused(token).await, JwtError::Malformed, "{token}");
+            assert_eq!(refused(token).await, OidcTokenError::Malformed, "{token}");
         }
     }
 
     #[tokio::test]
     async fn claims_of_the_wrong_type_are_refused() {
-        let key = Signer::ed25519();
+        let key = TestTokenSigner::ed25519();
         let (oidc, _) = issuer(json!([key.jwk("a")])).await;
         let nothing = [json!(null), json!(true), json!({})];
         for (name, values) in [
@@ -654,7 +695,11 @@ mod tests {
                 let mut claims = claims();
                 claims[name] = value.clone();
                 let refused = oidc.caller(&key.token("a", &claims), NOW).await;
-                assert_eq!(refused, Err(JwtError::Type(name.to_owned())), "{claims}");
+                assert_eq!(
+                    refused,
+                    Err(OidcTokenError::Type(name.to_owned())),
+                    "{claims}"
+                );
             }
         }
         // Characters of an OIDC subject are escaped to three bytes each, so the maximum is shorter.
@@ -662,7 +707,7 @@ mod tests {
             let mut claims = claims();
             claims["sub"] = json!(subject);
             let refused = oidc.caller(&key.token("a", &claims), NOW).await;
-            assert_eq!(refused, Err(JwtError::Subject), "{subject}");
+            assert_eq!(refused, Err(OidcTokenError::Subject), "{subject}");
         }
         // Two long subjects get different names.
         let name = async |last: &str| {
@@ -676,8 +721,8 @@ mod tests {
 
     #[tokio::test]
     async fn nested_claim_in_a_non_object_is_an_error() {
-        let key = Signer::ed25519();
-        let source = Arc::new(Source::default());
+        let key = TestTokenSigner::ed25519();
+        let source = Arc::new(TestKeySource::default());
         *source.document.lock() = json!({"keys": [key.jwk("a")]});
         let mut config = OidcConfig::new("https://issuer.example", "meet");
         config.environments_claim = "limits.environments".to_owned();
@@ -692,19 +737,22 @@ mod tests {
         assert!(limited.may_use("a") && !limited.may_use("b"));
         for limits in [json!(null), json!("environments"), json!(["a"])] {
             let refused = caller(limits).await;
-            assert_eq!(refused, Err(JwtError::Type("limits".to_owned())));
+            assert_eq!(refused, Err(OidcTokenError::Type("limits".to_owned())));
         }
     }
 
     #[tokio::test(start_paused = true)]
     async fn keys_rotate_and_fetches_are_rate_limited() {
-        let (old, new) = (Signer::ed25519(), Signer::p256());
+        let (old, new) = (TestTokenSigner::ed25519(), TestTokenSigner::p256());
         let (oidc, source) = issuer(json!([old.jwk("old")])).await;
         let fetched = || *source.fetched.lock();
         *source.document.lock() = json!({"keys": [new.jwk("new")]});
         // The keys were fetched less than 10 seconds ago.
         let token = new.token("new", &claims());
-        assert_eq!(oidc.caller(&token, NOW).await, Err(JwtError::UnknownKey));
+        assert_eq!(
+            oidc.caller(&token, NOW).await,
+            Err(OidcTokenError::UnknownKey)
+        );
         assert_eq!(fetched(), 1);
         tokio::time::advance(REFRESH_PAUSE).await;
         oidc.caller(&token, NOW).await.unwrap();
@@ -712,7 +760,10 @@ mod tests {
         // The old key was removed, and tokens that use it cause no further fetch.
         for _ in 0..5 {
             let token = old.token("old", &claims());
-            assert_eq!(oidc.caller(&token, NOW).await, Err(JwtError::UnknownKey));
+            assert_eq!(
+                oidc.caller(&token, NOW).await,
+                Err(OidcTokenError::UnknownKey)
+            );
         }
         assert_eq!(fetched(), 2);
         // An invalid document leaves the keys unchanged.
@@ -737,11 +788,12 @@ mod tests {
                      nmA4Agqfbaz26Skc9TQquUCrVwaFEHVzqfkIu92HALCAfLgqgOaEuaXsD8rH1OeAXYQQ-dlpM-\
                      Mh-cQ-0ZlaTvyoHcWZalxJsjQkzz62qL8ACIteqlStvWXKaXB2JZLl98jc9g1SsyKAmgy-\
                      NUxG87Z620iMN8L0iepqifKR22HYXvSZ_CMA";
-        let verify = |token: &str| Token::parse(token, &Algorithm::PUBLIC)?.verify(&keys);
+        let verify =
+            |token: &str| ParsedToken::parse(token, &SignatureAlgorithm::PUBLIC)?.verify(&keys);
         // The signature is valid; the error is about the next check.
-        assert_eq!(verify(token), Err(jwt::Error::Claim("exp")));
+        assert_eq!(verify(token), Err(jwt::JwtError::Claim("exp")));
         let (rest, signature) = token.rsplit_once('.').unwrap();
         let forged = format!("{rest}AA.{signature}");
-        assert_eq!(verify(&forged), Err(jwt::Error::Signature));
+        assert_eq!(verify(&forged), Err(jwt::JwtError::Signature));
     }
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_relay::Reason;
+use exec_server_relay::EndReason;
 use exec_server_relay::keys::{Fingerprint, PublicKey, SECURITY_PROFILE};
 use exec_server_relay::registry::{
     ConnectRequest, ConnectResponse, RegisterRequest, RegisterResponse, ValidateRequest,
@@ -15,11 +15,13 @@ use exec_server_transport::journal;
 use serde::{Deserialize, Serialize};
 
 use crate::oidc::{self, Oidc};
-use crate::router::{AttachError, DisconnectTarget, Executor, Harness, Node, Router};
-use crate::signature::{Holder, Signer, Ticket};
-use crate::store::{Registration, Revocation, Store, StoreError};
+use crate::router::{
+    AttachError, DisconnectTarget, ExecutorIdentity, HarnessIdentity, NodeStatus, Router,
+};
+use crate::signature::{SocketTicket, TicketHolder, UrlSigner};
+use crate::store::{ExecutorRegistration, Revocation, Store, StoreError};
 use crate::tenants::{self, QuotaError, Tenants};
-use crate::tokens::{Caller, Role, Tokens};
+use crate::tokens::{AuthenticatedCaller, TokenRole, Tokens};
 
 /// Maximum length of an environment id in bytes.
 const MAX_ID_BYTES: usize = 128;
@@ -35,7 +37,7 @@ pub fn is_environment_id(id: &str) -> bool {
 
 /// Error response to a registry request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct CallError {
+pub(crate) struct RegistryCallError {
     pub(crate) status: u16,
     pub(crate) code: &'static str,
     pub(crate) message: String,
@@ -43,7 +45,7 @@ pub(crate) struct CallError {
     pub(crate) retry: Option<Duration>,
 }
 
-impl CallError {
+impl RegistryCallError {
     pub(crate) fn new(status: u16, code: &'static str, message: impl Into<String>) -> Self {
         Self {
             status,
@@ -54,7 +56,7 @@ impl CallError {
     }
 }
 
-impl From<QuotaError> for CallError {
+impl From<QuotaError> for RegistryCallError {
     fn from(error: QuotaError) -> Self {
         // If waiting does not help, the request is forbidden rather than limited.
         let status = if error.retry.is_some() { 429 } else { 403 };
@@ -65,7 +67,7 @@ impl From<QuotaError> for CallError {
     }
 }
 
-impl From<StoreError> for CallError {
+impl From<StoreError> for RegistryCallError {
     fn from(error: StoreError) -> Self {
         // Details of a store failure go to the operator's log only.
         tracing::error!(%error, "the store failed");
@@ -77,7 +79,7 @@ impl From<StoreError> for CallError {
     }
 }
 
-impl From<AttachError> for CallError {
+impl From<AttachError> for RegistryCallError {
     fn from(error: AttachError) -> Self {
         let (status, code) = match error {
             AttachError::Offline => (409, "environment_offline"),
@@ -90,10 +92,10 @@ impl From<AttachError> for CallError {
 
 /// Registry of executors, with authorization of executors and harnesses.
 #[derive(Debug)]
-pub(crate) struct Registry {
+pub(crate) struct ExecutorRegistry {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) router: Arc<dyn Router>,
-    pub(crate) signer: Signer,
+    pub(crate) signer: UrlSigner,
     tokens: RwLock<Arc<Tokens>>,
     /// Issuer of tokens that are not in the token file.
     pub(crate) oidc: Option<Arc<Oidc>>,
@@ -108,7 +110,7 @@ pub(crate) struct Registry {
 
 /// One environment in a list.
 #[derive(Debug, Serialize)]
-pub(crate) struct EnvironmentEntry {
+pub(crate) struct ListedEnvironment {
     environment_id: String,
     tenant: String,
     executor_registration_id: String,
@@ -127,7 +129,7 @@ pub(crate) struct EnvironmentEntry {
 
 /// One stream in a list.
 #[derive(Debug, Serialize)]
-pub(crate) struct StreamEntry {
+pub(crate) struct ListedStream {
     stream_id: String,
     environment_id: String,
     tenant: String,
@@ -139,7 +141,7 @@ pub(crate) struct StreamEntry {
 
 /// One revocation in a list.
 #[derive(Debug, Serialize)]
-pub(crate) struct RevocationEntry {
+pub(crate) struct ListedRevocation {
     environment: Option<String>,
     harness: String,
     tenant: String,
@@ -174,8 +176,8 @@ struct RevocationTarget {
 }
 
 impl RevokeRequest {
-    fn harness(&self) -> Result<String, CallError> {
-        let invalid = |message: &str| CallError::new(400, "invalid_request", message);
+    fn harness(&self) -> Result<String, RegistryCallError> {
+        let invalid = |message: &str| RegistryCallError::new(400, "invalid_request", message);
         match (&self.harness, &self.harness_public_key) {
             (None, Some(key)) => Ok(format!("key:{}", key.fingerprint())),
             (Some(text), None) => match text.split_once(':') {
@@ -199,7 +201,7 @@ impl RevokeRequest {
         }
     }
 
-    fn target(&self, caller: &Caller) -> Result<RevocationTarget, CallError> {
+    fn target(&self, caller: &AuthenticatedCaller) -> Result<RevocationTarget, RegistryCallError> {
         let tenant = administered_tenant(caller, self.tenant.as_deref())?;
         let harness = self.harness()?;
         let environment = self.environment_id.as_deref().map(checked_id).transpose()?;
@@ -213,11 +215,14 @@ impl RevokeRequest {
 }
 
 /// Checks that a caller is admin of a tenant (its own if `None`) and returns the tenant.
-fn administered_tenant(caller: &Caller, tenant: Option<&str>) -> Result<String, CallError> {
+fn administered_tenant(
+    caller: &AuthenticatedCaller,
+    tenant: Option<&str>,
+) -> Result<String, RegistryCallError> {
     let tenant = tenant.unwrap_or(&caller.tenant);
-    if !caller.is(Role::Admin) {
+    if !caller.is(TokenRole::Admin) {
         let message = format!("the token `{}` is not one of an admin", caller.name);
-        return Err(CallError::new(403, "wrong_role", message));
+        return Err(RegistryCallError::new(403, "wrong_role", message));
     }
     // Checked before the tenant's name, so that the response does not reveal whether the tenant
     // exists.
@@ -226,11 +231,11 @@ fn administered_tenant(caller: &Caller, tenant: Option<&str>) -> Result<String, 
             "the token `{}` is not for the tenant `{tenant}`",
             caller.name
         );
-        return Err(CallError::new(403, "wrong_tenant", message));
+        return Err(RegistryCallError::new(403, "wrong_tenant", message));
     }
     if !tenants::is_tenant(tenant) {
         let message = format!("`{tenant}` is not a valid tenant name");
-        return Err(CallError::new(400, "invalid_request", message));
+        return Err(RegistryCallError::new(400, "invalid_request", message));
     }
     Ok(tenant.to_owned())
 }
@@ -242,11 +247,11 @@ struct CallerEnvironment {
     key: String,
 }
 
-fn checked_id(id: &str) -> Result<String, CallError> {
+fn checked_id(id: &str) -> Result<String, RegistryCallError> {
     if is_environment_id(id) {
         return Ok(id.to_owned());
     }
-    Err(CallError::new(
+    Err(RegistryCallError::new(
         400,
         "invalid_environment_id",
         format!(
@@ -256,11 +261,11 @@ fn checked_id(id: &str) -> Result<String, CallError> {
     ))
 }
 
-impl Registry {
+impl ExecutorRegistry {
     pub(crate) fn new(
         store: Arc<dyn Store>,
         router: Arc<dyn Router>,
-        signer: Signer,
+        signer: UrlSigner,
         tokens: Tokens,
         oidc: Option<Arc<Oidc>>,
         tenants: Tenants,
@@ -288,8 +293,8 @@ impl Registry {
     pub(crate) fn set_tokens(&self, tokens: Tokens) -> usize {
         *self.tokens.write() = Arc::new(tokens);
         self.router.retain_harnesses(
-            &|who| self.still_allows(&who.token, Role::Harness, &who.environment),
-            Reason::AuthorizationRevoked,
+            &|who| self.still_allows(&who.token, TokenRole::Harness, &who.environment),
+            EndReason::AuthorizationRevoked,
         )
     }
 
@@ -304,7 +309,7 @@ impl Registry {
 
     /// Whether a token that was accepted earlier is still valid for a role and an environment;
     /// `environment` includes the tenant.
-    pub(crate) fn still_allows(&self, name: &str, role: Role, environment: &str) -> bool {
+    pub(crate) fn still_allows(&self, name: &str, role: TokenRole, environment: &str) -> bool {
         if oidc::is_subject(name) {
             // Its tickets and authorizations expire with the token.
             return self.oidc.is_some();
@@ -314,7 +319,10 @@ impl Registry {
 
     /// Whether a caller was revoked in its whole tenant. All its requests are refused, so it cannot
     /// undo the revocation.
-    pub(crate) async fn is_caller_revoked(&self, caller: &Caller) -> Result<bool, StoreError> {
+    pub(crate) async fn is_caller_revoked(
+        &self,
+        caller: &AuthenticatedCaller,
+    ) -> Result<bool, StoreError> {
         // No environment has this id, so only revocations without one are found.
         let no_environment = tenants::scoped(&caller.tenant, "");
         self.is_token_revoked(&no_environment, &caller.name).await
@@ -324,9 +332,9 @@ impl Registry {
     /// requests in the default tenant, but admins of that tenant may not revoke them.
     fn check_revocation_target(
         &self,
-        caller: &Caller,
+        caller: &AuthenticatedCaller,
         target: &RevocationTarget,
-    ) -> Result<(), CallError> {
+    ) -> Result<(), RegistryCallError> {
         let operator = target
             .harness
             .strip_prefix("token:")
@@ -338,18 +346,18 @@ impl Registry {
     }
 
     fn permit(
-        caller: &Caller,
-        role: Role,
+        caller: &AuthenticatedCaller,
+        role: TokenRole,
         environment: &str,
-    ) -> Result<CallerEnvironment, CallError> {
+    ) -> Result<CallerEnvironment, RegistryCallError> {
         let environment = checked_id(environment)?;
         if !caller.is(role) {
             let message = format!("the token `{}` has no role {role}", caller.name);
-            return Err(CallError::new(403, "wrong_role", message));
+            return Err(RegistryCallError::new(403, "wrong_role", message));
         }
         if !caller.may_use(&environment) {
             let message = format!("the token `{}` is not for `{environment}`", caller.name);
-            return Err(CallError::new(403, "wrong_environment", message));
+            return Err(RegistryCallError::new(403, "wrong_environment", message));
         }
         Ok(CallerEnvironment {
             key: tenants::scoped(&caller.tenant, &environment),
@@ -360,15 +368,19 @@ impl Registry {
     /// `POST …/register`; `address` builds a URL from a path and its query.
     pub(crate) async fn register(
         &self,
-        caller: &Caller,
+        caller: &AuthenticatedCaller,
         environment: &str,
         request: RegisterRequest,
         address: &(dyn Fn(&str, &str) -> String + Sync),
-    ) -> Result<RegisterResponse, CallError> {
-        let CallerEnvironment { id, key } = Self::permit(caller, Role::Executor, environment)?;
+    ) -> Result<RegisterResponse, RegistryCallError> {
+        let CallerEnvironment { id, key } = Self::permit(caller, TokenRole::Executor, environment)?;
         if request.security_profile != SECURITY_PROFILE {
             let message = format!("`security_profile` must be `{SECURITY_PROFILE}`");
-            return Err(CallError::new(400, "unknown_security_profile", message));
+            return Err(RegistryCallError::new(
+                400,
+                "unknown_security_profile",
+                message,
+            ));
         }
         let name = request.name.filter(|name| !name.trim().is_empty());
         if name
@@ -376,11 +388,11 @@ impl Registry {
             .is_some_and(|name| name.len() > MAX_NAME_BYTES)
         {
             let message = format!("`name` is longer than {MAX_NAME_BYTES} bytes");
-            return Err(CallError::new(400, "invalid_request", message));
+            return Err(RegistryCallError::new(400, "invalid_request", message));
         }
         if self.is_token_revoked(&key, &caller.name).await? {
             let message = format!("the token `{}` was revoked for `{id}`", caller.name);
-            return Err(CallError::new(403, "executor_revoked", message));
+            return Err(RegistryCallError::new(403, "executor_revoked", message));
         }
         let usage = self.tenants.usage(&caller.tenant);
         let registration = loop {
@@ -389,7 +401,7 @@ impl Registry {
                 && *before.owner != *caller.name
             {
                 let message = format!("`{id}` belongs to another token");
-                return Err(CallError::new(403, "environment_taken", message));
+                return Err(RegistryCallError::new(403, "environment_taken", message));
             }
             let _counting = if before.is_none() && usage.quota().environments.is_some() {
                 let counting = self.counting.lock().await;
@@ -413,7 +425,7 @@ impl Registry {
                 Some(before) if same => before.registration.clone(),
                 _ => uuid::Uuid::new_v4().to_string(),
             };
-            let registration = Registration {
+            let registration = ExecutorRegistration {
                 environment: key.clone(),
                 registration: fresh.clone(),
                 executor: request.executor_public_key.clone(),
@@ -433,7 +445,7 @@ impl Registry {
         };
         let disconnected = self
             .router
-            .disconnect(others, Reason::ExecutorDetached)
+            .disconnect(others, EndReason::ExecutorDetached)
             .await;
         if disconnected > 0 {
             tracing::warn!(
@@ -441,10 +453,10 @@ impl Registry {
                 "another executor has replaced the one that was attached"
             );
         }
-        let ticket = Ticket {
+        let ticket = SocketTicket {
             environment: key,
             registration: registration.clone(),
-            holder: Holder::Executor,
+            holder: TicketHolder::Executor,
             expires: caller.until(self.store.unix_now(), self.executor_lifetime.as_secs()),
             token_expires: caller.expires(),
         };
@@ -461,21 +473,21 @@ impl Registry {
     /// `POST …/connect`.
     pub(crate) async fn connect(
         &self,
-        caller: &Caller,
+        caller: &AuthenticatedCaller,
         environment: &str,
         request: &ConnectRequest,
         address: &(dyn Fn(&str, &str) -> String + Sync),
-    ) -> Result<ConnectResponse, CallError> {
-        let spot = Self::permit(caller, Role::Harness, environment)?;
+    ) -> Result<ConnectResponse, RegistryCallError> {
+        let spot = Self::permit(caller, TokenRole::Harness, environment)?;
         let (id, environment) = (spot.id, spot.key);
         let key = request.harness_public_key.fingerprint();
         if self.is_revoked(&environment, &caller.name, &key).await? {
             let message = format!("the harness was revoked for `{id}`");
-            return Err(CallError::new(403, "harness_revoked", message));
+            return Err(RegistryCallError::new(403, "harness_revoked", message));
         }
         let offline = || {
             let message = format!("no executor of `{id}` is attached");
-            CallError::new(409, "environment_offline", message)
+            RegistryCallError::new(409, "environment_offline", message)
         };
         // The response does not reveal whether the environment was ever registered.
         if self.store.registration(&environment).await?.is_none() {
@@ -497,12 +509,13 @@ impl Registry {
             &caller.name,
             expires,
         );
-        let authorization = authorization
-            .ok_or_else(|| CallError::new(500, "internal", "the authorization is too long"))?;
-        let ticket = Ticket {
+        let authorization = authorization.ok_or_else(|| {
+            RegistryCallError::new(500, "internal", "the authorization is too long")
+        })?;
+        let ticket = SocketTicket {
             environment,
             registration: registration.registration.clone(),
-            holder: Holder::Harness {
+            holder: TicketHolder::Harness {
                 token: caller.name.to_string(),
                 key,
             },
@@ -524,11 +537,11 @@ impl Registry {
     /// `POST …/validate`. Also returns the token of the harness for the audit log.
     pub(crate) async fn validate(
         &self,
-        caller: &Caller,
+        caller: &AuthenticatedCaller,
         environment: &str,
         request: &ValidateRequest,
-    ) -> Result<(ValidateResponse, Option<String>), CallError> {
-        let environment = Self::permit(caller, Role::Executor, environment)?.key;
+    ) -> Result<(ValidateResponse, Option<String>), RegistryCallError> {
+        let environment = Self::permit(caller, TokenRole::Executor, environment)?.key;
         let refused = Ok((ValidateResponse { valid: false }, None));
         let registered = self.store.registration(&environment).await?;
         let known = registered.is_some_and(|registered| {
@@ -549,7 +562,7 @@ impl Registry {
             return refused;
         };
         let key = request.harness_public_key.fingerprint();
-        let valid = self.still_allows(&token, Role::Harness, &environment)
+        let valid = self.still_allows(&token, TokenRole::Harness, &environment)
             && !self.is_revoked(&environment, &token, &key).await?;
         Ok((ValidateResponse { valid }, Some(token)))
     }
@@ -575,7 +588,7 @@ impl Registry {
     }
 
     /// Checks that a signed websocket URL is still valid, and returns the identity of its holder.
-    pub(crate) async fn admit(&self, ticket: Ticket) -> Result<Admitted, AdmitError> {
+    pub(crate) async fn admit(&self, ticket: SocketTicket) -> Result<AdmittedPeer, AdmitError> {
         let registered = self.store.registration(&ticket.environment).await;
         let registered = registered.map_err(|_| AdmitError::Unavailable)?;
         let registered = registered.ok_or(AdmitError::Route("unknown_route"))?;
@@ -585,24 +598,25 @@ impl Registry {
         let environment: Arc<str> = ticket.environment.as_str().into();
         let registration: Arc<str> = ticket.registration.as_str().into();
         match ticket.holder {
-            Holder::Executor => {
+            TicketHolder::Executor => {
                 let revoked = self.is_token_revoked(&environment, &registered.owner).await;
-                let allowed = self.still_allows(&registered.owner, Role::Executor, &environment);
+                let allowed =
+                    self.still_allows(&registered.owner, TokenRole::Executor, &environment);
                 if revoked.map_err(|_| AdmitError::Unavailable)? || !allowed {
                     return Err(AdmitError::Route("unknown_route"));
                 }
-                Ok(Admitted::Executor(Executor {
+                Ok(AdmittedPeer::Executor(ExecutorIdentity {
                     environment,
                     registration,
                 }))
             }
-            Holder::Harness { token, key } => {
+            TicketHolder::Harness { token, key } => {
                 let revoked = self.is_revoked(&environment, &token, &key).await;
-                let allowed = self.still_allows(&token, Role::Harness, &environment);
+                let allowed = self.still_allows(&token, TokenRole::Harness, &environment);
                 if revoked.map_err(|_| AdmitError::Unavailable)? || !allowed {
                     return Err(AdmitError::Route("unknown_route"));
                 }
-                Ok(Admitted::Harness(Harness {
+                Ok(AdmittedPeer::Harness(HarnessIdentity {
                     environment,
                     registration,
                     token: token.into(),
@@ -613,7 +627,10 @@ impl Registry {
     }
 
     /// Lists the environments that a caller may see.
-    pub(crate) async fn list(&self, caller: &Caller) -> Result<Vec<EnvironmentEntry>, CallError> {
+    pub(crate) async fn list(
+        &self,
+        caller: &AuthenticatedCaller,
+    ) -> Result<Vec<ListedEnvironment>, RegistryCallError> {
         let attached = self.router.environments().await;
         let attached: HashMap<_, _> = attached
             .iter()
@@ -624,14 +641,14 @@ impl Registry {
             let (tenant, id) = tenants::split(&registration.environment);
             let concerns = *tenant == *caller.tenant && {
                 let own = *registration.owner == *caller.name;
-                own || (caller.is(Role::Harness) && caller.may_use(id))
+                own || (caller.is(TokenRole::Harness) && caller.may_use(id))
             };
             if !concerns && !caller.is_admin_of(tenant) {
                 continue;
             }
             let (tenant, id) = (tenant.to_owned(), id.to_owned());
             let attachment = attached.get(registration.environment.as_str());
-            listed.push(EnvironmentEntry {
+            listed.push(ListedEnvironment {
                 executor_key: registration.executor.fingerprint().to_string(),
                 environment_id: id,
                 tenant,
@@ -649,11 +666,14 @@ impl Registry {
     }
 
     /// Checks that a caller is an operator of the rendezvous server.
-    pub(crate) fn require_operator(&self, caller: &Caller) -> Result<(), CallError> {
+    pub(crate) fn require_operator(
+        &self,
+        caller: &AuthenticatedCaller,
+    ) -> Result<(), RegistryCallError> {
         if caller.is_operator() {
             return Ok(());
         }
-        let message = match caller.is(Role::Admin) {
+        let message = match caller.is(TokenRole::Admin) {
             true => format!(
                 "the token `{}` administers the tenant `{}` only; this request needs an admin with \
                  `tenant=*`",
@@ -661,33 +681,40 @@ impl Registry {
             ),
             false => format!("the token `{}` is not one of an admin", caller.name),
         };
-        Err(CallError::new(403, "wrong_role", message))
+        Err(RegistryCallError::new(403, "wrong_role", message))
     }
 
     /// Lists the nodes of the cluster, this one first.
-    pub(crate) async fn nodes(&self, caller: &Caller) -> Result<Vec<Node>, CallError> {
+    pub(crate) async fn nodes(
+        &self,
+        caller: &AuthenticatedCaller,
+    ) -> Result<Vec<NodeStatus>, RegistryCallError> {
         self.require_operator(caller)?;
         Ok(self.router.nodes().await)
     }
 
     /// Checks that a caller may drain a node.
-    pub(crate) async fn check_drain(&self, caller: &Caller, node: &str) -> Result<(), CallError> {
+    pub(crate) async fn check_drain(
+        &self,
+        caller: &AuthenticatedCaller,
+        node: &str,
+    ) -> Result<(), RegistryCallError> {
         let nodes = self.nodes(caller).await?;
         if nodes.iter().any(|there| there.name == node) {
             return Ok(());
         }
         let message = format!("unknown node `{node}`");
-        Err(CallError::new(404, "unknown_node", message))
+        Err(RegistryCallError::new(404, "unknown_node", message))
     }
 
     /// Lists the streams of the tenants that an admin administers, of one tenant, or of one
     /// environment.
     pub(crate) async fn streams(
         &self,
-        caller: &Caller,
+        caller: &AuthenticatedCaller,
         tenant: Option<&str>,
         environment: Option<&str>,
-    ) -> Result<Vec<StreamEntry>, CallError> {
+    ) -> Result<Vec<ListedStream>, RegistryCallError> {
         let own = administered_tenant(caller, tenant)?;
         let environment = environment.map(checked_id).transpose()?;
         let environment = environment.map(|id| tenants::scoped(&own, &id));
@@ -695,7 +722,7 @@ impl Registry {
         let listed = streams.into_iter().filter_map(|stream| {
             let (whose, id) = tenants::split(&stream.environment);
             let asked = tenant.is_none_or(|tenant| tenant == whose);
-            (asked && caller.is_admin_of(whose)).then(|| StreamEntry {
+            (asked && caller.is_admin_of(whose)).then(|| ListedStream {
                 environment_id: id.to_owned(),
                 tenant: whose.to_owned(),
                 stream_id: stream.stream,
@@ -711,10 +738,10 @@ impl Registry {
     /// Removes an environment and disconnects all its sockets. Returns its tenant.
     pub(crate) async fn remove(
         &self,
-        caller: &Caller,
+        caller: &AuthenticatedCaller,
         tenant: Option<&str>,
         environment: &str,
-    ) -> Result<String, CallError> {
+    ) -> Result<String, RegistryCallError> {
         let id = checked_id(environment)?;
         let tenant = match tenant {
             Some(_) => administered_tenant(caller, tenant)?,
@@ -723,20 +750,20 @@ impl Registry {
         let environment = tenants::scoped(&tenant, &id);
         let unknown = || {
             let message = format!("unknown environment `{id}`");
-            CallError::new(404, "unknown_environment", message)
+            RegistryCallError::new(404, "unknown_environment", message)
         };
         let there = self.store.registration(&environment).await?;
         let own = there.is_some_and(|there| *there.owner == *caller.name);
-        let may = caller.is_admin_of(&tenant) || (own && caller.is(Role::Executor));
+        let may = caller.is_admin_of(&tenant) || (own && caller.is(TokenRole::Executor));
         if !may {
             let message = "only an admin or the token that registered an environment can remove it";
-            return Err(CallError::new(403, "wrong_role", message));
+            return Err(RegistryCallError::new(403, "wrong_role", message));
         }
         if !self.store.remove(&environment).await? {
             return Err(unknown());
         }
         let target = DisconnectTarget::Environment(environment);
-        self.router.disconnect(target, Reason::Closed).await;
+        self.router.disconnect(target, EndReason::Closed).await;
         Ok(tenant)
     }
 
@@ -745,9 +772,9 @@ impl Registry {
     /// tenant and the number of sockets.
     pub(crate) async fn revoke(
         &self,
-        caller: &Caller,
+        caller: &AuthenticatedCaller,
         request: &RevokeRequest,
-    ) -> Result<(String, String, usize), CallError> {
+    ) -> Result<(String, String, usize), RegistryCallError> {
         let revoked = request.target(caller)?;
         self.check_revocation_target(caller, &revoked)?;
         let revocation = Revocation {
@@ -761,7 +788,7 @@ impl Registry {
             environment: revoked.environment_key.clone(),
             harness: revoked.harness_key,
         };
-        let reason = Reason::AuthorizationRevoked;
+        let reason = EndReason::AuthorizationRevoked;
         let mut ended = self.router.disconnect(target, reason.clone()).await;
         if let Some(token) = revoked.harness.strip_prefix("token:") {
             for registration in self.store.registrations().await? {
@@ -782,9 +809,9 @@ impl Registry {
     /// Undoes a revocation. Returns the harness, its tenant, and whether it was revoked.
     pub(crate) async fn undo_revocation(
         &self,
-        caller: &Caller,
+        caller: &AuthenticatedCaller,
         request: &RevokeRequest,
-    ) -> Result<(String, String, bool), CallError> {
+    ) -> Result<(String, String, bool), RegistryCallError> {
         let revoked = request.target(caller)?;
         self.check_revocation_target(caller, &revoked)?;
         let permitted = self
@@ -797,13 +824,13 @@ impl Registry {
     /// Lists the revocations of the tenants that an admin administers.
     pub(crate) async fn revocations(
         &self,
-        caller: &Caller,
-    ) -> Result<Vec<RevocationEntry>, CallError> {
+        caller: &AuthenticatedCaller,
+    ) -> Result<Vec<ListedRevocation>, RegistryCallError> {
         administered_tenant(caller, None)?;
         let revocations = self.store.revocations().await?;
         let shown = revocations.into_iter().filter_map(|revocation| {
             let (tenant, harness) = tenants::split(&revocation.harness);
-            caller.is_admin_of(tenant).then(|| RevocationEntry {
+            caller.is_admin_of(tenant).then(|| ListedRevocation {
                 environment: revocation
                     .environment
                     .as_ref()
@@ -819,9 +846,9 @@ impl Registry {
 
 /// Identity of the peer that opens a socket.
 #[derive(Debug)]
-pub(crate) enum Admitted {
-    Executor(Executor),
-    Harness(Harness),
+pub(crate) enum AdmittedPeer {
+    Executor(ExecutorIdentity),
+    Harness(HarnessIdentity),
 }
 
 /// Why a socket with a signed URL is refused.

@@ -1,6 +1,6 @@
 //! Routing of frames between attached sockets.
 //!
-//! Owns the trait [`Router`]. [`local::Local`] implements it for one process and `nats::NatsRouter`
+//! Owns the trait [`Router`]. [`local::LocalRouter`] implements it for one process and `nats::NatsRouter`
 //! for a cluster. A router sends to a socket through its [`Mailbox`]; a socket passes received
 //! frames to its [`Uplink`].
 
@@ -14,7 +14,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use exec_server_relay::Reason;
+use exec_server_relay::EndReason;
 use exec_server_relay::frame::{Body, Frame};
 use exec_server_relay::keys::Fingerprint;
 use serde::{Deserialize, Serialize};
@@ -27,7 +27,7 @@ use crate::tenants::share::Rates;
 
 /// Identity of an executor that attaches a socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Executor {
+pub struct ExecutorIdentity {
     /// Its environment with tenant; see [`tenants::scoped`].
     pub environment: Arc<str>,
     /// Id of its registration.
@@ -36,7 +36,7 @@ pub struct Executor {
 
 /// Identity of a harness that attaches a socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Harness {
+pub struct HarnessIdentity {
     /// The environment that it connects to, with tenant; see [`tenants::scoped`].
     pub environment: Arc<str>,
     /// Registration of the executor that it expects there.
@@ -49,7 +49,7 @@ pub struct Harness {
 
 /// Kind of a frame, as far as routers distinguish it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum FrameKind {
     /// Starts or resumes the stream.
     Resume,
     /// A handshake message.
@@ -63,7 +63,7 @@ pub enum Kind {
     Other,
 }
 
-impl Kind {
+impl FrameKind {
     /// Classifies a valid frame.
     pub fn of(frame: &Frame<'_>) -> Self {
         match &frame.body {
@@ -71,14 +71,14 @@ impl Kind {
             Body::Handshake { .. } => Self::Handshake,
             Body::Reset { reason } => Self::Reset {
                 blames: matches!(
-                    Reason::parse(reason),
-                    Reason::ProtocolError
-                        | Reason::InvalidFrame
-                        | Reason::HandshakeFailed
-                        | Reason::HandshakeReplayed
-                        | Reason::AuthorizationInvalid
-                        | Reason::AuthorizationRefused
-                        | Reason::Other(_)
+                    EndReason::parse(reason),
+                    EndReason::ProtocolError
+                        | EndReason::InvalidFrame
+                        | EndReason::HandshakeFailed
+                        | EndReason::HandshakeReplayed
+                        | EndReason::AuthorizationInvalid
+                        | EndReason::AuthorizationRefused
+                        | EndReason::Other(_)
                 ),
             },
             Body::Data { .. } | Body::Ack | Body::Heartbeat => Self::Other,
@@ -98,7 +98,7 @@ pub enum BlockedPeers {
 }
 
 /// Result of forwarding a frame.
-pub enum Outcome {
+pub enum ForwardOutcome {
     /// The frame was queued, or dropped because no peer needs it.
     Sent,
     /// The receiver has no room now.
@@ -109,16 +109,16 @@ pub enum Outcome {
         blocked: BlockedPeers,
     },
     /// The sender violated the protocol: send it this reason and disconnect it.
-    Refused(Reason),
+    Refused(EndReason),
 }
 
 /// Receiver of the frames of one socket. Dropping it notifies the other side that the socket has closed.
 pub trait Uplink: Send {
     /// Forwards one frame. `message` is the complete websocket frame, ready to be written.
-    fn forward(&mut self, stream_id: &str, kind: Kind, message: &Bytes) -> Outcome;
+    fn forward(&mut self, stream_id: &str, kind: FrameKind, message: &Bytes) -> ForwardOutcome;
 
     /// Ends a stream whose receiver is too slow and delays other streams.
-    fn abort_stream(&mut self, stream_id: &str, reason: Reason);
+    fn abort_stream(&mut self, stream_id: &str, reason: EndReason);
 }
 
 /// Why a socket cannot be attached.
@@ -158,7 +158,7 @@ pub enum DisconnectTarget {
 
 impl DisconnectTarget {
     /// Whether this target includes the harness.
-    pub fn includes(&self, who: &Harness) -> bool {
+    pub fn includes(&self, who: &HarnessIdentity) -> bool {
         let Self::Harness {
             environment,
             harness,
@@ -181,7 +181,7 @@ impl DisconnectTarget {
 
 /// Status of a rendezvous node. Without a cluster there is one node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Node {
+pub struct NodeStatus {
     /// Name of the node, unique in the cluster.
     pub name: String,
     /// URL under which peers reach this node directly, for example `https://one.meet.example`, if
@@ -252,14 +252,14 @@ pub trait Router: fmt::Debug + Send + Sync {
     /// Attaches an executor and replaces the previous one.
     fn attach_executor(
         &self,
-        who: Executor,
+        who: ExecutorIdentity,
         mailbox: Arc<Mailbox>,
     ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>>;
 
     /// Attaches a harness.
     fn attach_harness(
         &self,
-        who: Harness,
+        who: HarnessIdentity,
         mailbox: Arc<Mailbox>,
     ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>>;
 
@@ -268,13 +268,17 @@ pub trait Router: fmt::Debug + Send + Sync {
     fn attached(&self, environment: &str) -> BoxFuture<'_, Result<Option<Arc<str>>, AttachError>>;
 
     /// Disconnects sockets and ends their streams. Returns the number of sockets.
-    fn disconnect(&self, target: DisconnectTarget, reason: Reason) -> BoxFuture<'_, usize>;
+    fn disconnect(&self, target: DisconnectTarget, reason: EndReason) -> BoxFuture<'_, usize>;
 
     /// Disconnects the harnesses for which `stays` returns `false`. Returns the number of sockets.
-    fn retain_harnesses(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize;
+    fn retain_harnesses(
+        &self,
+        stays: &(dyn Fn(&HarnessIdentity) -> bool + Sync),
+        reason: EndReason,
+    ) -> usize;
 
     /// All nodes of the cluster, this one first.
-    fn nodes(&self) -> BoxFuture<'_, Vec<Node>>;
+    fn nodes(&self) -> BoxFuture<'_, Vec<NodeStatus>>;
 
     /// All environments with an attached executor, on any node.
     fn environments(&self) -> BoxFuture<'_, Vec<AttachedEnvironment>>;

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use exec_server_relay::Reason;
+use exec_server_relay::EndReason;
 use exec_server_relay::registry::{ErrorBody, ErrorResponse};
 use exec_server_sync::Mutex;
 use exec_server_transport::forwarded::TrustedProxies;
-use exec_server_transport::http::{self, Head, Kind};
+use exec_server_transport::http::{self, HeadKind, HttpHead};
 use exec_server_transport::journal::{self, Journal};
 use exec_server_transport::keepalive::KeepaliveConfig;
 use exec_server_transport::tcp;
@@ -31,16 +31,18 @@ use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
 use crate::events::Events;
-use crate::mailbox::{Backlog, Mailbox};
-use crate::metrics::Metrics;
-use crate::oidc::{self, JwtError, Oidc};
-use crate::registry::{AdmitError, Admitted, CallError, Registry, RevokeRequest};
+use crate::mailbox::{Mailbox, MailboxBacklog};
+use crate::metrics::RendezvousMetrics;
+use crate::oidc::{self, Oidc, OidcTokenError};
+use crate::registry::{
+    AdmitError, AdmittedPeer, ExecutorRegistry, RegistryCallError, RevokeRequest,
+};
 use crate::router::{AdminEvent, AttachError, DisconnectTarget, Router, Uplink};
-use crate::signature::{Holder, Signer, TicketError};
-use crate::socket::{self, Halves, SocketEnd};
+use crate::signature::{TicketError, TicketHolder, UrlSigner};
+use crate::socket::{self, SocketEnd, SocketHalves};
 use crate::store::{Store, StoreError};
-use crate::tenants::{self, Meter, Quotas, StreamSlot, Tenants, Usage};
-use crate::tokens::{self, Caller, Role, TokenError, Tokens};
+use crate::tenants::{self, FrameMeter, Quotas, StreamSlot, TenantUsage, Tenants};
+use crate::tokens::{self, AuthenticatedCaller, TokenError, TokenRole, Tokens};
 
 /// Maximum length of a request body in bytes; the largest, a validation, is smaller than 8 KiB.
 const MAX_BODY_BYTES: usize = 64 << 10;
@@ -48,7 +50,7 @@ const MAX_BODY_BYTES: usize = 64 << 10;
 /// Configuration of a rendezvous server.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub struct Config {
+pub struct RendezvousConfig {
     /// URL under which peers reach the server, for example `https://meet.example`. If `None`,
     /// responses use the Host header of the request.
     pub public_url: Option<String>,
@@ -77,7 +79,7 @@ pub struct Config {
     pub trusted_proxies: TrustedProxies,
 }
 
-impl Default for Config {
+impl Default for RendezvousConfig {
     fn default() -> Self {
         Self {
             public_url: None,
@@ -98,15 +100,15 @@ impl Default for Config {
 
 /// Components of a rendezvous server.
 #[derive(Debug)]
-pub struct Parts {
+pub struct RendezvousParts {
     /// Stores registrations and revocations.
     pub store: Arc<dyn Store>,
     /// Connects sockets.
     pub router: Arc<dyn Router>,
     /// Counts the bytes queued in the router's mailboxes.
-    pub backlog: Arc<Backlog>,
+    pub backlog: Arc<MailboxBacklog>,
     /// Signs websocket URLs and authorizations.
-    pub signer: Signer,
+    pub signer: UrlSigner,
     /// Tokens of the token file.
     pub tokens: Tokens,
     /// Audit log.
@@ -115,16 +117,16 @@ pub struct Parts {
 
 /// Rendezvous server; cheap to clone.
 #[derive(Debug, Clone)]
-pub struct Rendezvous(Arc<Shared>);
+pub struct RendezvousServer(Arc<RendezvousShared>);
 
 #[derive(Debug)]
-struct Shared {
-    config: Config,
-    registry: Registry,
-    backlog: Arc<Backlog>,
+struct RendezvousShared {
+    config: RendezvousConfig,
+    registry: ExecutorRegistry,
+    backlog: Arc<MailboxBacklog>,
     audit: Option<Journal>,
     events: Arc<Events>,
-    metrics: Metrics,
+    metrics: RendezvousMetrics,
     /// Addresses that have sent invalid tokens.
     throttle: Mutex<Throttle>,
     connection_permits: Semaphore,
@@ -140,17 +142,17 @@ struct Shared {
 /// An open websocket.
 #[derive(Debug)]
 struct OpenSocket {
-    role: Role,
+    role: TokenRole,
     mailbox: Arc<Mailbox>,
 }
 
-impl Rendezvous {
-    /// Creates a rendezvous server. It has no listener until [`Rendezvous::serve`].
-    pub fn new(config: Config, parts: Parts) -> Self {
+impl RendezvousServer {
+    /// Creates a rendezvous server. It has no listener until [`RendezvousServer::serve`].
+    pub fn new(config: RendezvousConfig, parts: RendezvousParts) -> Self {
         let lifetimes = (config.executor_lifetime, config.harness_lifetime);
         let tenants = Tenants::new(config.quotas.clone(), config.metrics_tenants);
         let oidc = config.oidc.clone();
-        let Parts {
+        let RendezvousParts {
             store,
             router,
             backlog,
@@ -158,14 +160,16 @@ impl Rendezvous {
             tokens,
             audit,
         } = parts;
-        Self(Arc::new(Shared {
+        Self(Arc::new(RendezvousShared {
             connection_permits: Semaphore::new(config.connections),
             config,
-            registry: Registry::new(store, router, signer, tokens, oidc, tenants, lifetimes),
+            registry: ExecutorRegistry::new(
+                store, router, signer, tokens, oidc, tenants, lifetimes,
+            ),
             backlog,
             audit,
             events: Arc::default(),
-            metrics: Metrics::default(),
+            metrics: RendezvousMetrics::default(),
             throttle: Mutex::default(),
             sockets: Mutex::default(),
             numbers: AtomicU64::new(0),
@@ -174,7 +178,7 @@ impl Rendezvous {
         }))
     }
 
-    /// Accepts connections until [`Rendezvous::stop`], then waits a few seconds for open
+    /// Accepts connections until [`RendezvousServer::stop`], then waits a few seconds for open
     /// connections to end.
     pub async fn serve(&self, listener: TcpListener, tls: Option<Arc<TlsServer>>) {
         /// How long open connections may take to end.
@@ -191,7 +195,7 @@ impl Rendezvous {
             tokio::select! {
                 accepted = listener.accept() => match accepted {
                     Ok((stream, peer)) => {
-                        let connection = Connection { shared: Arc::clone(&self.0), peer };
+                        let connection = HttpConnectionState { shared: Arc::clone(&self.0), peer };
                         tasks.spawn(connection.handle(stream, tls.clone()));
                     }
                     Err(error) => {
@@ -211,7 +215,7 @@ impl Rendezvous {
         let _ = tokio::time::timeout(SHUTDOWN_TIMEOUT, ended).await;
     }
 
-    /// Serves metrics and health checks on a listener until [`Rendezvous::stop`].
+    /// Serves metrics and health checks on a listener until [`RendezvousServer::stop`].
     pub async fn serve_metrics(&self, listener: TcpListener) {
         /// Maximum number of simultaneous requests.
         const MAX_REQUESTS: usize = 16;
@@ -243,9 +247,9 @@ impl Rendezvous {
         for registration in registrations {
             let (owner, environment) = (&registration.owner, registration.environment);
             let registry = &shared.registry;
-            if !registry.still_allows(owner, Role::Executor, &environment) {
+            if !registry.still_allows(owner, TokenRole::Executor, &environment) {
                 let target = DisconnectTarget::Environment(environment);
-                let reason = Reason::AuthorizationRevoked;
+                let reason = EndReason::AuthorizationRevoked;
                 registry.router.disconnect(target, reason).await;
             }
         }
@@ -262,7 +266,7 @@ impl Rendezvous {
     pub async fn drain(&self, within: Duration) {
         let shared = &*self.0;
         shared.draining.store(true, Ordering::Relaxed);
-        for role in [Role::Executor, Role::Harness] {
+        for role in [TokenRole::Executor, TokenRole::Harness] {
             let leaving: Vec<_> = shared
                 .sockets
                 .lock()
@@ -290,7 +294,7 @@ impl Rendezvous {
     }
 }
 
-impl Shared {
+impl RendezvousShared {
     fn is_draining(&self) -> bool {
         self.stop.is_cancelled() || self.draining.load(Ordering::Relaxed)
     }
@@ -356,12 +360,12 @@ impl Shared {
     }
 
     /// Response of a health check, or `None` for any other path.
-    fn health(&self, head: &Head) -> Option<HttpResponse> {
+    fn health(&self, head: &HttpHead) -> Option<PlainResponse> {
         let readable = head.method == "GET" || head.method == "HEAD";
         Some(match head.path() {
-            "/healthz" | "/readyz" if !readable => HttpResponse::text(405, ""),
-            "/readyz" if self.is_draining() => HttpResponse::text(503, "shutting down"),
-            "/healthz" | "/readyz" => HttpResponse::text(200, ""),
+            "/healthz" | "/readyz" if !readable => PlainResponse::text(405, ""),
+            "/readyz" if self.is_draining() => PlainResponse::text(503, "shutting down"),
+            "/healthz" | "/readyz" => PlainResponse::text(200, ""),
             _ => return None,
         })
     }
@@ -371,28 +375,31 @@ impl Shared {
 const ABOUT: &str = "This is an exec-server rendezvous server. It connects clients with machines \
                      behind NAT: exec-server run --url registry://HOST/ENVIRONMENT -- COMMAND\n";
 
-async fn answer_metrics_request(shared: &Shared, mut stream: TcpStream) -> io::Result<()> {
-    let head = http::read_head(&mut stream, Kind::Request).await?;
+async fn answer_metrics_request(
+    shared: &RendezvousShared,
+    mut stream: TcpStream,
+) -> io::Result<()> {
+    let head = http::read_head(&mut stream, HeadKind::Request).await?;
     let answer = match (shared.health(&head), head.path()) {
         // Metrics are never served to web pages.
-        _ if head.header("origin").is_some() => HttpResponse::text(403, ""),
+        _ if head.header("origin").is_some() => PlainResponse::text(403, ""),
         (Some(answer), _) => answer,
         (None, "/metrics") if head.method == "GET" => {
-            HttpResponse::text(200, &shared.render_metrics())
+            PlainResponse::text(200, &shared.render_metrics())
         }
-        _ => HttpResponse::text(404, ""),
+        _ => PlainResponse::text(404, ""),
     };
     stream.write_all(&answer.encode(false)).await?;
     stream.shutdown().await
 }
 
 /// An accepted connection.
-struct Connection {
-    shared: Arc<Shared>,
+struct HttpConnectionState {
+    shared: Arc<RendezvousShared>,
     peer: SocketAddr,
 }
 
-impl Connection {
+impl HttpConnectionState {
     async fn handle(self, stream: TcpStream, tls: Option<Arc<TlsServer>>) {
         let shared = Arc::clone(&self.shared);
         let Ok(_permit) = shared.connection_permits.try_acquire() else {
@@ -413,7 +420,7 @@ impl Connection {
             // display.
             if stream.peek(&mut first).await? == 1 && first[0].is_ascii_uppercase() {
                 let mut stream = stream;
-                let answer = HttpResponse::text(400, "this port speaks TLS: use https://");
+                let answer = PlainResponse::text(400, "this port speaks TLS: use https://");
                 let _ = stream.write_all(&answer.encode(false)).await;
                 return Err(io::Error::other("plain HTTP"));
             }
@@ -455,28 +462,29 @@ impl Connection {
                 }
                 Ok(Err(None)) | Err(_) => return,
             };
-            let answer = match Path::of(head.path()) {
+            let answer = match RequestPath::of(head.path()) {
                 _ if head.header("origin").is_some() => {
                     // A web page: any page could otherwise reach a rendezvous server on this
                     // machine.
-                    HttpResponse::text(403, "")
+                    PlainResponse::text(403, "")
                 }
-                Some(Path {
-                    call: Call::Events, ..
+                Some(RequestPath {
+                    call: RegistryCall::Events,
+                    ..
                 }) => match self.subscribe_events(&head).await {
                     Ok(subscription) => {
-                        let client = EventClient { subscription, head };
+                        let client = EventStreamClient { subscription, head };
                         return Box::pin(self.stream_events(client, reader, writer)).await;
                     }
                     Err(answer) => answer,
                 },
-                Some(Path {
-                    call: Call::Socket(environment),
+                Some(RequestPath {
+                    call: RegistryCall::Socket(environment),
                     ..
                 }) => {
                     match self.open(&head, environment).await {
                         Ok(opened) => {
-                            let halves = Halves {
+                            let halves = SocketHalves {
                                 reader,
                                 writer,
                                 received: head.rest.clone(),
@@ -497,8 +505,8 @@ impl Connection {
                 Some(path) => self.call(&head, path, &body, secure).await,
                 None => shared.health(&head).unwrap_or_else(|| {
                     match head.path() == "/" && head.is_of_browser() {
-                        true => HttpResponse::text(200, ABOUT),
-                        false => HttpResponse::text(404, ""),
+                        true => PlainResponse::text(200, ABOUT),
+                        false => PlainResponse::text(404, ""),
                     }
                 }),
             };
@@ -517,7 +525,13 @@ impl Connection {
     }
 
     /// Authenticates and answers a registry request.
-    async fn call(&self, head: &Head, path: Path<'_>, body: &[u8], secure: bool) -> HttpResponse {
+    async fn call(
+        &self,
+        head: &HttpHead,
+        path: RequestPath<'_>,
+        body: &[u8],
+        secure: bool,
+    ) -> PlainResponse {
         let shared = &*self.shared;
         let name = path.call.name();
         let answer = match self.caller(head, path.call.revoked()).await {
@@ -525,7 +539,7 @@ impl Connection {
                 let outcome = self.execute(head, path, body, &caller, secure).await;
                 outcome.unwrap_or_else(|error| {
                     self.log_refusal(name, &caller, &error);
-                    HttpResponse::error(&error)
+                    PlainResponse::error(&error)
                 })
             }
             Err(answer) => answer,
@@ -534,7 +548,7 @@ impl Connection {
         answer
     }
 
-    fn log_refusal(&self, call: &str, caller: &Caller, error: &CallError) {
+    fn log_refusal(&self, call: &str, caller: &AuthenticatedCaller, error: &RegistryCallError) {
         // An executor that is not connected yet is a normal state, not an entry for the audit log.
         if error.code != "environment_offline" {
             self.shared.log_audit(
@@ -549,7 +563,11 @@ impl Connection {
 
     /// Authenticates a request; `revoked` is the error code for a revoked token. A valid token is
     /// accepted however many invalid ones came from the same address: only failures are throttled.
-    async fn caller(&self, head: &Head, revoked: &'static str) -> Result<Caller, HttpResponse> {
+    async fn caller(
+        &self,
+        head: &HttpHead,
+        revoked: &'static str,
+    ) -> Result<AuthenticatedCaller, PlainResponse> {
         let shared = &*self.shared;
         let error = match self.identify(head).await {
             Ok(caller) => return Ok(caller),
@@ -563,23 +581,24 @@ impl Connection {
         if let Some(wait) = wait.flatten() {
             let seconds = wait.as_secs() + 1;
             let message = format!("too many bad tokens; try again in {seconds} s");
-            let mut answer = HttpResponse::error(&CallError::new(429, "throttled", message));
+            let mut answer =
+                PlainResponse::error(&RegistryCallError::new(429, "throttled", message));
             answer.header = Some(("Retry-After", seconds.to_string()));
             return Err(answer);
         }
         let (peer, reason) = (self.peer.to_string(), error.to_string());
         let error = match error {
-            AuthError::Store(error) => return Err(HttpResponse::error(&error.into())),
-            AuthError::Revoked(_) => CallError::new(403, revoked, &*reason),
-            _ => CallError::new(401, "unauthorized", &*reason),
+            RequestAuthError::Store(error) => return Err(PlainResponse::error(&error.into())),
+            RequestAuthError::Revoked(_) => RegistryCallError::new(403, revoked, &*reason),
+            _ => RegistryCallError::new(401, "unauthorized", &*reason),
         };
         shared.metrics.unauthorized.add(1);
         shared.log_audit("unauthorized", json!({"peer": peer, "reason": reason}));
-        Err(HttpResponse::error(&error))
+        Err(PlainResponse::error(&error))
     }
 
     /// Authenticates a request without throttling.
-    async fn identify(&self, head: &Head) -> Result<Caller, AuthError> {
+    async fn identify(&self, head: &HttpHead) -> Result<AuthenticatedCaller, RequestAuthError> {
         let registry = &self.shared.registry;
         let caller = match (registry.tokens().caller(head), &registry.oidc) {
             (Ok(caller), _) => caller,
@@ -593,7 +612,7 @@ impl Connection {
             (Err(error), _) => return Err(error.into()),
         };
         if registry.is_caller_revoked(&caller).await? {
-            return Err(AuthError::Revoked(caller.name));
+            return Err(RequestAuthError::Revoked(caller.name));
         }
         Ok(caller)
     }
@@ -601,17 +620,21 @@ impl Connection {
     /// Subscribes an admin to events.
     async fn subscribe_events(
         &self,
-        head: &Head,
-    ) -> Result<crate::events::Subscription, HttpResponse> {
+        head: &HttpHead,
+    ) -> Result<crate::events::LocalEventSubscription, PlainResponse> {
         let shared = &*self.shared;
-        let answer = |error: CallError| HttpResponse::error(&error);
+        let answer = |error: RegistryCallError| PlainResponse::error(&error);
         if head.method != "GET" {
-            return Err(answer(CallError::new(405, "wrong_method", "expected GET")));
+            return Err(answer(RegistryCallError::new(
+                405,
+                "wrong_method",
+                "expected GET",
+            )));
         }
-        let caller = self.caller(head, Call::Events.revoked()).await?;
-        if !caller.is(Role::Admin) {
+        let caller = self.caller(head, RegistryCall::Events.revoked()).await?;
+        if !caller.is(TokenRole::Admin) {
             let message = format!("the token `{}` is not one of an admin", caller.name);
-            let error = CallError::new(403, "wrong_role", message);
+            let error = RegistryCallError::new(403, "wrong_role", message);
             self.log_refusal("events", &caller, &error);
             return Err(answer(error));
         }
@@ -619,14 +642,14 @@ impl Connection {
         let router = &*shared.registry.router;
         shared.events.subscribe(tenant, router).ok_or_else(|| {
             let message = "too many subscribers to events already";
-            answer(CallError::new(429, "too_many_watchers", message))
+            answer(RegistryCallError::new(429, "too_many_watchers", message))
         })
     }
 
     /// Sends events until the peer leaves, reads too slowly or is no longer an admin.
     async fn stream_events(
         self,
-        client: EventClient,
+        client: EventStreamClient,
         mut reader: Box<dyn AsyncRead + Send + Unpin>,
         mut writer: Box<dyn AsyncWrite + Send + Unpin>,
     ) {
@@ -662,9 +685,9 @@ impl Connection {
                 },
                 _ = token_checks.tick() => {
                     match self.identify(&client.head).await {
-                        Ok(caller) if caller.is(Role::Admin) => {}
+                        Ok(caller) if caller.is(TokenRole::Admin) => {}
                         // The store failed; the token is checked again at the next tick.
-                        Err(AuthError::Store(_)) => {}
+                        Err(RequestAuthError::Store(_)) => {}
                         _ => return,
                     }
                     quiet += 1;
@@ -682,18 +705,18 @@ impl Connection {
 
     async fn execute(
         &self,
-        head: &Head,
-        path: Path<'_>,
+        head: &HttpHead,
+        path: RequestPath<'_>,
         body: &[u8],
-        caller: &Caller,
+        caller: &AuthenticatedCaller,
         secure: bool,
-    ) -> Result<HttpResponse, CallError> {
+    ) -> Result<PlainResponse, RegistryCallError> {
         let shared = &*self.shared;
         let registry = &shared.registry;
         let expected = path.call.method();
         if head.method != expected && !(expected == "GET" && head.method == "HEAD") {
             let message = format!("expected {expected}");
-            return Err(CallError::new(405, "wrong_method", message));
+            return Err(RegistryCallError::new(405, "wrong_method", message));
         }
         let (token, tenant) = (&*caller.name, &*caller.tenant);
         let base = self.url_base(head, path.prefix, secure)?;
@@ -701,7 +724,7 @@ impl Connection {
             format!("{base}/cloud/environment/{environment}/ws?{query}")
         };
         match path.call {
-            Call::Register(environment) => {
+            RegistryCall::Register(environment) => {
                 let request = parse(body)?;
                 let mut response = registry
                     .register(caller, environment, request, &address)
@@ -715,9 +738,9 @@ impl Connection {
                 });
                 shared.publish("register", tenant, line.clone());
                 shared.log_audit("registered", line);
-                Ok(HttpResponse::json(200, &response))
+                Ok(PlainResponse::json(200, &response))
             }
-            Call::Connect(environment) => {
+            RegistryCall::Connect(environment) => {
                 let request = parse(body)?;
                 let mut response = registry
                     .connect(caller, environment, &request, &address)
@@ -734,9 +757,9 @@ impl Connection {
                         "peer": self.peer.to_string(),
                     }),
                 );
-                Ok(HttpResponse::json(200, &response))
+                Ok(PlainResponse::json(200, &response))
             }
-            Call::Validate(environment) => {
+            RegistryCall::Validate(environment) => {
                 let request = parse(body)?;
                 let (response, harness) = registry.validate(caller, environment, &request).await?;
                 if !response.valid {
@@ -751,31 +774,31 @@ impl Connection {
                         "stream": head.header("x-codex-noise-stream-id"),
                     }),
                 );
-                Ok(HttpResponse::json(200, &response))
+                Ok(PlainResponse::json(200, &response))
             }
-            Call::Remove(environment) => {
+            RegistryCall::Remove(environment) => {
                 let asked = query_value(head, "tenant");
                 let tenant = registry.remove(caller, asked, environment).await?;
                 let line = json!({"environment": environment, "token": token, "tenant": tenant});
                 shared.publish("remove", &tenant, line.clone());
                 shared.log_audit("removed", line);
-                Ok(HttpResponse::json(200, &json!({"removed": true})))
+                Ok(PlainResponse::json(200, &json!({"removed": true})))
             }
-            Call::List => {
+            RegistryCall::List => {
                 let environments = registry.list(caller).await?;
-                Ok(HttpResponse::json(
+                Ok(PlainResponse::json(
                     200,
                     &json!({"environments": environments}),
                 ))
             }
-            Call::Revocations => {
+            RegistryCall::Revocations => {
                 let revocations = registry.revocations(caller).await?;
-                Ok(HttpResponse::json(
+                Ok(PlainResponse::json(
                     200,
                     &json!({"revocations": revocations}),
                 ))
             }
-            Call::Revoke => {
+            RegistryCall::Revoke => {
                 let request: RevokeRequest = parse(body)?;
                 let (harness, tenant, ended) = registry.revoke(caller, &request).await?;
                 shared.metrics.revoked.add(ended as u64);
@@ -785,9 +808,9 @@ impl Connection {
                 shared.publish("revoke", &tenant, line.clone());
                 shared.log_audit("revoked", line);
                 let answer = json!({"revoked": harness, "sockets_ended": ended});
-                Ok(HttpResponse::json(200, &answer))
+                Ok(PlainResponse::json(200, &answer))
             }
-            Call::Permit => {
+            RegistryCall::Permit => {
                 let request: RevokeRequest = parse(body)?;
                 let (harness, tenant, permitted) =
                     registry.undo_revocation(caller, &request).await?;
@@ -795,19 +818,19 @@ impl Connection {
                     "permitted",
                     json!({"harness": harness, "token": token, "tenant": tenant}),
                 );
-                Ok(HttpResponse::json(200, &json!({"permitted": permitted})))
+                Ok(PlainResponse::json(200, &json!({"permitted": permitted})))
             }
-            Call::Nodes => {
+            RegistryCall::Nodes => {
                 let nodes = registry.nodes(caller).await?;
-                Ok(HttpResponse::json(200, &json!({"nodes": nodes})))
+                Ok(PlainResponse::json(200, &json!({"nodes": nodes})))
             }
-            Call::Streams => {
+            RegistryCall::Streams => {
                 let asked = query_value(head, "tenant");
                 let environment = query_value(head, "environment_id");
                 let streams = registry.streams(caller, asked, environment).await?;
-                Ok(HttpResponse::json(200, &json!({"streams": streams})))
+                Ok(PlainResponse::json(200, &json!({"streams": streams})))
             }
-            Call::Drain => {
+            RegistryCall::Drain => {
                 let request: DrainRequest = parse(body)?;
                 // Logged first, because this process may stop soon after.
                 registry.check_drain(caller, &request.node).await?;
@@ -815,13 +838,13 @@ impl Connection {
                 shared.publish("drain", tenants::DEFAULT, line);
                 shared.log_audit("drained", json!({"node": request.node, "token": token}));
                 registry.router.drain(&request.node).await;
-                Ok(HttpResponse::json(200, &json!({"draining": request.node})))
+                Ok(PlainResponse::json(200, &json!({"draining": request.node})))
             }
-            Call::Usage => {
+            RegistryCall::Usage => {
                 registry.require_operator(caller)?;
-                Ok(HttpResponse::json(200, &shared.usage()))
+                Ok(PlainResponse::json(200, &shared.usage()))
             }
-            Call::Socket(_) | Call::Events => Err(CallError::new(
+            RegistryCall::Socket(_) | RegistryCall::Events => Err(RegistryCallError::new(
                 400,
                 "not_a_websocket",
                 "expected an upgrade",
@@ -831,14 +854,19 @@ impl Connection {
 
     /// Base of the websocket URLs: the configured URL, or the one by which this peer reached the
     /// server.
-    fn url_base(&self, head: &Head, prefix: &str, secure: bool) -> Result<String, CallError> {
+    fn url_base(
+        &self,
+        head: &HttpHead,
+        prefix: &str,
+        secure: bool,
+    ) -> Result<String, RegistryCallError> {
         if let Some(url) = &self.shared.config.public_url {
             return Ok(websocket_base(url));
         }
         let host = head.header("host").unwrap_or_default();
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:[]".contains(&byte);
         if host.is_empty() || !host.bytes().all(allowed) {
-            return Err(CallError::new(
+            return Err(RegistryCallError::new(
                 400,
                 "invalid_request",
                 "no valid Host header",
@@ -874,7 +902,11 @@ impl Connection {
     }
 
     /// Checks a websocket upgrade and attaches the socket.
-    async fn open(&self, head: &Head, environment: &str) -> Result<AttachedSocket, HttpResponse> {
+    async fn open(
+        &self,
+        head: &HttpHead,
+        environment: &str,
+    ) -> Result<AttachedSocket, PlainResponse> {
         let shared = &*self.shared;
         let reject = |status: u16, reason: &str| {
             shared.metrics.upgrades_refused.add(1);
@@ -884,7 +916,7 @@ impl Connection {
                 "socketRefused",
                 json!({"environment": environment, "peer": peer, "reason": reason}),
             );
-            let mut answer = HttpResponse::text(status, &reason);
+            let mut answer = PlainResponse::text(status, &reason);
             answer.header = Some(("x-codex-rendezvous-rejection-reason", reason));
             answer
         };
@@ -893,7 +925,7 @@ impl Connection {
         }
         let key = head
             .websocket_key()
-            .map_err(|why| HttpResponse::text(400, why))?;
+            .map_err(|why| PlainResponse::text(400, why))?;
         let accept = http::accept_key(key);
         let (_, query) = head.target.split_once('?').unwrap_or(("", ""));
         let registry = &shared.registry;
@@ -906,8 +938,8 @@ impl Connection {
             error => reject(401, &error.to_string()),
         })?;
         let role = match ticket.holder {
-            Holder::Executor => Role::Executor,
-            Holder::Harness { .. } => Role::Harness,
+            TicketHolder::Executor => TokenRole::Executor,
+            TicketHolder::Harness { .. } => TokenRole::Harness,
         };
         let mailbox = Mailbox::new(Arc::clone(&shared.backlog));
         let refused = |refused: AdmitError| match refused {
@@ -929,7 +961,7 @@ impl Connection {
             shared.registry.tenants.usage(tenant)
         };
         let (uplink, who, usage, stream_slot) = match admitted {
-            Admitted::Executor(who) => {
+            AdmittedPeer::Executor(who) => {
                 let usage = usage(&who.environment);
                 let line = json!({
                     "environment": environment, "role": role.name(), "tenant": &*usage.tenant,
@@ -939,7 +971,7 @@ impl Connection {
                 let uplink = attached.map_err(|error| refused(AdmitError::Attach(error)))?;
                 (uplink, line, usage, None)
             }
-            Admitted::Harness(who) => {
+            AdmittedPeer::Harness(who) => {
                 let usage = usage(&who.environment);
                 let stream_slot = usage
                     .add_stream(router.streams_elsewhere(&usage.tenant))
@@ -967,7 +999,7 @@ impl Connection {
     }
 
     /// Serves a websocket until it ends.
-    async fn run(self, opened: AttachedSocket, mut halves: Halves, answer: String) {
+    async fn run(self, opened: AttachedSocket, mut halves: SocketHalves, answer: String) {
         let shared = Arc::clone(&self.shared);
         let metrics = &shared.metrics;
         let AttachedSocket {
@@ -982,7 +1014,7 @@ impl Connection {
         } = opened;
         let tenant = Arc::clone(&usage.tenant);
         let (present, total) = match role {
-            Role::Executor => (&metrics.executors, &metrics.executor_sockets),
+            TokenRole::Executor => (&metrics.executors, &metrics.executor_sockets),
             _ => (&metrics.harnesses, &metrics.harness_sockets),
         };
         // The TLS layer has its own buffer, so a flush is needed.
@@ -994,8 +1026,8 @@ impl Connection {
         total.add(1);
         let _present = present.hold();
         let counters = Arc::clone(&usage.counters);
-        let _executor = (role == Role::Executor).then(|| counters.executors.hold());
-        let meter = Meter::new(usage, role == Role::Harness);
+        let _executor = (role == TokenRole::Executor).then(|| counters.executors.hold());
+        let meter = FrameMeter::new(usage, role == TokenRole::Harness);
         shared.publish("attach", &tenant, who.clone());
         if shared.audit.is_some() {
             shared.log_audit("attached", who.clone());
@@ -1067,28 +1099,28 @@ async fn token_ends(store: &dyn Store, expires: Option<u64>) {
 
 /// Why a request could not be authenticated.
 #[derive(Debug, thiserror::Error)]
-enum AuthError {
+enum RequestAuthError {
     #[error(transparent)]
     Token(#[from] TokenError),
     #[error(transparent)]
-    Jwt(#[from] JwtError),
+    Jwt(#[from] OidcTokenError),
     #[error("the token `{0}` was revoked")]
     Revoked(Arc<str>),
     #[error(transparent)]
     Store(#[from] StoreError),
 }
 
-impl AuthError {
+impl RequestAuthError {
     /// Whether the token may be guessed, rather than expired.
     fn is_token_guess(&self) -> bool {
         matches!(
             self,
             Self::Token(TokenError::Unknown)
                 | Self::Jwt(
-                    JwtError::Malformed
-                        | JwtError::Algorithm(_)
-                        | JwtError::UnknownKey
-                        | JwtError::Signature
+                    OidcTokenError::Malformed
+                        | OidcTokenError::Algorithm(_)
+                        | OidcTokenError::UnknownKey
+                        | OidcTokenError::Signature
                 )
         )
     }
@@ -1101,10 +1133,10 @@ struct DrainRequest {
 }
 
 /// A client of the event stream.
-struct EventClient {
-    subscription: crate::events::Subscription,
+struct EventStreamClient {
+    subscription: crate::events::LocalEventSubscription,
     /// The request, whose token is checked repeatedly.
-    head: Head,
+    head: HttpHead,
 }
 
 /// Converts the URL of a node to the base of its websocket URLs.
@@ -1128,19 +1160,19 @@ fn failover_order(environment: &str, node: &str) -> [u8; 8] {
 /// A websocket that was authorized and attached.
 struct AttachedSocket {
     accept: String,
-    role: Role,
+    role: TokenRole,
     /// Fields of its events and audit entries.
     who: Value,
     mailbox: Arc<Mailbox>,
     uplink: Box<dyn Uplink>,
-    usage: Arc<Usage>,
+    usage: Arc<TenantUsage>,
     /// Set for harnesses.
     stream_slot: Option<StreamSlot>,
     token_expires: Option<u64>,
 }
 
 /// Returns a value of the request's query.
-fn query_value<'a>(head: &'a Head, name: &str) -> Option<&'a str> {
+fn query_value<'a>(head: &'a HttpHead, name: &str) -> Option<&'a str> {
     let (_, query) = head.target.split_once('?')?;
     query
         .split('&')
@@ -1150,14 +1182,14 @@ fn query_value<'a>(head: &'a Head, name: &str) -> Option<&'a str> {
 
 /// Parsed path of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Path<'a> {
+struct RequestPath<'a> {
     /// The part before `/cloud`, if a proxy serves this server below another path.
     prefix: &'a str,
-    call: Call<'a>,
+    call: RegistryCall<'a>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Call<'a> {
+enum RegistryCall<'a> {
     Register(&'a str),
     Connect(&'a str),
     Validate(&'a str),
@@ -1174,35 +1206,35 @@ enum Call<'a> {
     Usage,
 }
 
-impl<'a> Path<'a> {
+impl<'a> RequestPath<'a> {
     fn of(path: &'a str) -> Option<Self> {
         if path == "/events" {
-            let (prefix, call) = ("", Call::Events);
+            let (prefix, call) = ("", RegistryCall::Events);
             return Some(Self { prefix, call });
         }
         let (prefix, rest) = path.split_once("/cloud/")?;
         let call = match rest.split('/').collect::<Vec<_>>()[..] {
-            ["environment", id, "register"] => Call::Register(id),
-            ["environment", id, "connect"] => Call::Connect(id),
-            ["environment", id, "validate"] => Call::Validate(id),
-            ["environment", id, "remove"] => Call::Remove(id),
-            ["environment", id, "ws"] => Call::Socket(id),
-            ["environments"] => Call::List,
-            ["revoke"] => Call::Revoke,
-            ["permit"] => Call::Permit,
-            ["revocations"] => Call::Revocations,
-            ["events"] => Call::Events,
-            ["nodes"] => Call::Nodes,
-            ["streams"] => Call::Streams,
-            ["drain"] => Call::Drain,
-            ["usage"] => Call::Usage,
+            ["environment", id, "register"] => RegistryCall::Register(id),
+            ["environment", id, "connect"] => RegistryCall::Connect(id),
+            ["environment", id, "validate"] => RegistryCall::Validate(id),
+            ["environment", id, "remove"] => RegistryCall::Remove(id),
+            ["environment", id, "ws"] => RegistryCall::Socket(id),
+            ["environments"] => RegistryCall::List,
+            ["revoke"] => RegistryCall::Revoke,
+            ["permit"] => RegistryCall::Permit,
+            ["revocations"] => RegistryCall::Revocations,
+            ["events"] => RegistryCall::Events,
+            ["nodes"] => RegistryCall::Nodes,
+            ["streams"] => RegistryCall::Streams,
+            ["drain"] => RegistryCall::Drain,
+            ["usage"] => RegistryCall::Usage,
             _ => return None,
         };
         Some(Self { prefix, call })
     }
 }
 
-impl Call<'_> {
+impl RegistryCall<'_> {
     fn name(self) -> &'static str {
         match self {
             Self::Register(_) => "register",
@@ -1256,16 +1288,16 @@ impl Call<'_> {
 async fn read_request(
     reader: &mut (impl AsyncRead + Unpin),
     received: Vec<u8>,
-) -> Result<(Head, Vec<u8>), Option<HttpResponse>> {
-    let mut head = match http::read_next_head(reader, Kind::Request, received).await {
+) -> Result<(HttpHead, Vec<u8>), Option<PlainResponse>> {
+    let mut head = match http::read_next_head(reader, HeadKind::Request, received).await {
         Ok(head) => head,
         Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-            return Err(Some(HttpResponse::text(400, &error.to_string())));
+            return Err(Some(PlainResponse::text(400, &error.to_string())));
         }
         Err(_) => return Err(None),
     };
     if head.header("transfer-encoding").is_some() {
-        return Err(Some(HttpResponse::text(411, "expected Content-Length")));
+        return Err(Some(PlainResponse::text(411, "expected Content-Length")));
     }
     let lengths: Vec<&str> = head.headers_named("content-length").collect();
     let length = match lengths[..] {
@@ -1273,10 +1305,10 @@ async fn read_request(
         [length] => length.parse::<usize>().ok(),
         _ => None,
     };
-    let length = length.ok_or_else(|| Some(HttpResponse::text(400, "invalid Content-Length")))?;
+    let length = length.ok_or_else(|| Some(PlainResponse::text(400, "invalid Content-Length")))?;
     if length > MAX_BODY_BYTES {
         let text = format!("a body is at most {MAX_BODY_BYTES} bytes");
-        return Err(Some(HttpResponse::text(413, &text)));
+        return Err(Some(PlainResponse::text(413, &text)));
     }
     let mut body = std::mem::take(&mut head.rest);
     if body.len() > length {
@@ -1293,21 +1325,21 @@ async fn read_request(
     Ok((head, body))
 }
 
-fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, CallError> {
+fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, RegistryCallError> {
     serde_json::from_slice(body)
-        .map_err(|error| CallError::new(400, "invalid_request", error.to_string()))
+        .map_err(|error| RegistryCallError::new(400, "invalid_request", error.to_string()))
 }
 
 /// HTTP response before encoding.
 #[derive(Debug)]
-struct HttpResponse {
+struct PlainResponse {
     status: u16,
     content_type: &'static str,
     header: Option<(&'static str, String)>,
     body: Vec<u8>,
 }
 
-impl HttpResponse {
+impl PlainResponse {
     fn text(status: u16, text: &str) -> Self {
         Self {
             status,
@@ -1326,7 +1358,7 @@ impl HttpResponse {
         }
     }
 
-    fn error(error: &CallError) -> Self {
+    fn error(error: &RegistryCallError) -> Self {
         let body = ErrorBody {
             code: Some(error.code.to_owned()),
             message: Some(error.message.clone()),
@@ -1382,12 +1414,12 @@ mod tests {
 
     #[test]
     fn path_parse_accepts_a_prefix_and_rejects_unknown_paths() {
-        let of = |path| Path::of(path).map(|path| (path.prefix, path.call));
-        let register = Some(("", Call::Register("env-1")));
+        let of = |path| RequestPath::of(path).map(|path| (path.prefix, path.call));
+        let register = Some(("", RegistryCall::Register("env-1")));
         assert_eq!(of("/cloud/environment/env-1/register"), register);
-        let connect = Some(("/a/b", Call::Connect("x")));
+        let connect = Some(("/a/b", RegistryCall::Connect("x")));
         assert_eq!(of("/a/b/cloud/environment/x/connect"), connect);
-        assert_eq!(of("/cloud/environments"), Some(("", Call::List)));
+        assert_eq!(of("/cloud/environments"), Some(("", RegistryCall::List)));
         for other in [
             "/",
             "/cloud",

@@ -14,7 +14,7 @@ use crate::tenants;
 
 /// The peer for which a socket's URL is signed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Holder {
+pub enum TicketHolder {
     /// The executor of the registration.
     Executor,
     /// A harness.
@@ -28,13 +28,13 @@ pub enum Holder {
 
 /// Content of a signed websocket URL.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Ticket {
+pub struct SocketTicket {
     /// The environment with tenant; see [`tenants::scoped`].
     pub environment: String,
     /// Registration of the executor.
     pub registration: String,
     /// The peer that may use the URL.
-    pub holder: Holder,
+    pub holder: TicketHolder,
     /// Expiry time in seconds since 1970.
     pub expires: u64,
     /// Until when a socket that was opened with it may stay open: when the token ends with which it
@@ -79,9 +79,9 @@ struct Grant {
 
 /// Signer with one secret key.
 #[derive(Debug, Clone)]
-pub struct Signer(Secret);
+pub struct UrlSigner(Secret);
 
-impl Signer {
+impl UrlSigner {
     /// Minimum length of the secret: the length of a signature.
     pub const MIN_SECRET_BYTES: usize = 32;
 
@@ -103,10 +103,10 @@ impl Signer {
     }
 
     /// Creates the query of a socket's URL.
-    pub fn query(&self, ticket: &Ticket) -> String {
+    pub fn query(&self, ticket: &SocketTicket) -> String {
         let signature = self.ticket_mac(ticket).finalize().into_bytes();
         let signature = URL_SAFE_NO_PAD.encode(signature);
-        let Ticket {
+        let SocketTicket {
             registration,
             expires,
             ..
@@ -121,26 +121,26 @@ impl Signer {
             None => String::new(),
         };
         match &ticket.holder {
-            Holder::Executor => format!(
+            TicketHolder::Executor => format!(
                 "v=1&role=environment{tenant}&registration={registration}&exp={expires}{until}\
                  &sig={signature}"
             ),
-            Holder::Harness { token, key } => format!(
+            TicketHolder::Harness { token, key } => format!(
                 "v=1&role=harness{tenant}&registration={registration}&token={token}&key={key}\
                  &exp={expires}{until}&sig={signature}"
             ),
         }
     }
 
-    fn ticket_mac(&self, ticket: &Ticket) -> Hmac<Sha256> {
+    fn ticket_mac(&self, ticket: &SocketTicket) -> Hmac<Sha256> {
         let expires = ticket.expires.to_string();
         let (environment, registration) = (&*ticket.environment, &*ticket.registration);
         let until = ticket.token_expires.map(|until| until.to_string());
         let mut parts = vec![environment, registration, &expires];
         let key;
         let purpose = match &ticket.holder {
-            Holder::Executor => "executor socket",
-            Holder::Harness { token, key: whose } => {
+            TicketHolder::Executor => "executor socket",
+            TicketHolder::Harness { token, key: whose } => {
                 key = whose.to_string();
                 parts.extend([&**token, &*key]);
                 "harness socket"
@@ -155,7 +155,12 @@ impl Signer {
     /// # Errors
     ///
     /// If this server did not sign it, or if it has expired.
-    pub fn ticket(&self, environment: &str, query: &str, now: u64) -> Result<Ticket, TicketError> {
+    pub fn ticket(
+        &self,
+        environment: &str,
+        query: &str,
+        now: u64,
+    ) -> Result<SocketTicket, TicketError> {
         let (mut version, mut role, mut registration, mut token, mut key, mut exp, mut sig) =
             (None, None, None, None, None, None, None);
         let (mut tenant, mut until) = (None, None);
@@ -181,8 +186,8 @@ impl Signer {
             return Err(TicketError::MissingVersion);
         }
         let holder = match (role.ok_or(TicketError::MissingRole)?, token, key) {
-            ("environment", None, None) => Holder::Executor,
-            ("harness", Some(token), Some(key)) => Holder::Harness {
+            ("environment", None, None) => TicketHolder::Executor,
+            ("harness", Some(token), Some(key)) => TicketHolder::Harness {
                 token: token.to_owned(),
                 key: key.parse().map_err(|_| TicketError::Malformed)?,
             },
@@ -191,7 +196,7 @@ impl Signer {
         };
         let expires = exp.ok_or(TicketError::MissingExpiry)?;
         let expires = expires.parse().map_err(|_| TicketError::InvalidExpiry)?;
-        let ticket = Ticket {
+        let ticket = SocketTicket {
             environment: tenants::scoped(tenant.unwrap_or(tenants::DEFAULT), environment),
             registration: registration.ok_or(TicketError::Malformed)?.to_owned(),
             holder,
@@ -273,19 +278,19 @@ mod tests {
 
     use super::*;
 
-    fn signer(byte: &str) -> Signer {
-        Signer::new(byte.repeat(32).into()).unwrap()
+    fn signer(byte: &str) -> UrlSigner {
+        UrlSigner::new(byte.repeat(32).into()).unwrap()
     }
 
     fn key(byte: u8) -> PublicKey {
         PublicKey::new([byte; 32], &[byte; MLKEM768_BYTES]).unwrap()
     }
 
-    fn ticket() -> Ticket {
-        Ticket {
+    fn ticket() -> SocketTicket {
+        SocketTicket {
             environment: "env-1".to_owned(),
             registration: "r".to_owned(),
-            holder: Holder::Harness {
+            holder: TicketHolder::Harness {
                 token: "alice".to_owned(),
                 key: key(1).fingerprint(),
             },
@@ -296,19 +301,19 @@ mod tests {
 
     #[test]
     fn signer_rejects_short_secrets() {
-        assert!(Signer::new("s".repeat(31).into()).is_none());
+        assert!(UrlSigner::new("s".repeat(31).into()).is_none());
     }
 
     #[test]
     fn ticket_rejects_changed_expired_and_unsigned_queries() {
         let (signer, stranger) = (signer("s"), signer("t"));
         for (holder, token_expires) in [
-            (Holder::Executor, None),
+            (TicketHolder::Executor, None),
             (ticket().holder, None),
-            (Holder::Executor, Some(200)),
+            (TicketHolder::Executor, Some(200)),
             (ticket().holder, Some(200)),
         ] {
-            let ticket = Ticket {
+            let ticket = SocketTicket {
                 holder,
                 token_expires,
                 ..ticket()
@@ -359,8 +364,8 @@ mod tests {
     #[test]
     fn ticket_of_one_tenant_is_invalid_for_another() {
         let signer = signer("s");
-        for holder in [Holder::Executor, ticket().holder] {
-            let ticket = Ticket {
+        for holder in [TicketHolder::Executor, ticket().holder] {
+            let ticket = SocketTicket {
                 environment: "acme/env-1".to_owned(),
                 holder,
                 ..ticket()

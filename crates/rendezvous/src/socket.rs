@@ -12,22 +12,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::{Buf as _, Bytes, BytesMut};
-use exec_server_relay::Reason;
+use exec_server_relay::EndReason;
 use exec_server_relay::frame::{FrameError as RelayError, decode};
 use exec_server_relay::limits::MAX_FRAME_BYTES;
 use exec_server_sync::Mutex;
 use exec_server_transport::frame::{
-    Decoder, FrameError, Opcode, Role, Step, push_frame, readdress,
+    DecodeStep, Decoder, Opcode, WebsocketError, WebsocketRole, push_frame, readdress,
 };
-use exec_server_transport::keepalive::{Action, Keepalive, KeepaliveConfig};
+use exec_server_transport::keepalive::{Keepalive, KeepaliveAction, KeepaliveConfig};
 use exec_server_transport::turn;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 
 use crate::mailbox::Mailbox;
-use crate::metrics::Metrics;
+use crate::metrics::RendezvousMetrics;
 use crate::router::local::reset;
-use crate::router::{BlockedPeers, Kind, Outcome, Uplink};
-use crate::tenants::Meter;
+use crate::router::{BlockedPeers, ForwardOutcome, FrameKind, Uplink};
+use crate::tenants::FrameMeter;
 
 /// Maximum bytes taken from the mailbox in one step: enough to write several large frames in one call,
 /// since each write wakes the peer, and few enough that messages queued meanwhile do not wait long.
@@ -68,7 +68,7 @@ pub(crate) enum SocketEnd {
     Io(#[from] io::Error),
     /// The peer violated the websocket protocol.
     #[error(transparent)]
-    Websocket(#[from] FrameError),
+    Websocket(#[from] WebsocketError),
     /// The peer sent an invalid relay frame.
     #[error(transparent)]
     Relay(#[from] RelayError),
@@ -77,7 +77,7 @@ pub(crate) enum SocketEnd {
     Text,
     /// The peer sent a frame that it may not send.
     #[error("refused: {0}")]
-    Refused(Reason),
+    Refused(EndReason),
 }
 
 impl SocketEnd {
@@ -87,7 +87,7 @@ impl SocketEnd {
             Self::Left => 1000,
             Self::Disconnected | Self::Io(_) => 1001,
             Self::Websocket(
-                FrameError::FrameTooLarge { .. } | FrameError::MessageTooLarge { .. },
+                WebsocketError::FrameTooLarge { .. } | WebsocketError::MessageTooLarge { .. },
             ) => 1009,
             Self::Websocket(_) => 1002,
             Self::Text => 1003,
@@ -109,7 +109,7 @@ impl SocketEnd {
 }
 
 /// Read and write halves of a connection.
-pub(crate) struct Halves {
+pub(crate) struct SocketHalves {
     pub(crate) reader: Box<dyn AsyncRead + Send + Unpin>,
     pub(crate) writer: Box<dyn AsyncWrite + Send + Unpin>,
     /// Bytes received after the websocket handshake.
@@ -118,17 +118,17 @@ pub(crate) struct Halves {
 
 /// Serves a socket until it ends, at the latest when `expired` returns.
 pub(crate) async fn serve(
-    halves: Halves,
+    halves: SocketHalves,
     (mailbox, uplink): (Arc<Mailbox>, Box<dyn Uplink>),
     keepalive: KeepaliveConfig,
-    metrics: &Metrics,
-    meter: &Meter,
+    metrics: &RendezvousMetrics,
+    meter: &FrameMeter,
     expired: impl Future<Output = ()>,
 ) -> SocketEnd {
     let shared = SharedState::default();
-    let mut reader = Reader::new(halves.reader, &halves.received);
+    let mut reader = FrameReader::new(halves.reader, &halves.received);
     drop(halves.received);
-    let mut writer = Writer {
+    let mut writer = FrameWriter {
         io: halves.writer,
         queue: VecDeque::new(),
     };
@@ -164,12 +164,12 @@ struct SharedState {
 
 /// Forwards received frames until the socket ends.
 async fn read(
-    reader: &mut Reader,
+    reader: &mut FrameReader,
     mut uplink: Box<dyn Uplink>,
     mailbox: &Mailbox,
     shared: &SharedState,
-    metrics: &Metrics,
-    meter: &Meter,
+    metrics: &RendezvousMetrics,
+    meter: &FrameMeter,
 ) -> SocketEnd {
     let mut stalls = Stalls::default();
     loop {
@@ -183,15 +183,15 @@ async fn read(
         };
         shared.received_any.store(true, Ordering::Relaxed);
         let (message, payload) = match received {
-            Ok(Received::Message { message, payload }) => (message, payload),
-            Ok(Received::Text) => return SocketEnd::Text,
-            Ok(Received::Ping(payload)) => {
+            Ok(ReceivedFrame::Message { message, payload }) => (message, payload),
+            Ok(ReceivedFrame::Text) => return SocketEnd::Text,
+            Ok(ReceivedFrame::Ping(payload)) => {
                 *shared.ping.lock() = Some(payload);
                 mailbox.wake();
                 continue;
             }
-            Ok(Received::Pong) => continue,
-            Ok(Received::End) => return SocketEnd::Left,
+            Ok(ReceivedFrame::Pong) => continue,
+            Ok(ReceivedFrame::End) => return SocketEnd::Left,
             Err(end) => return end,
         };
         metrics.received(message.len() - payload);
@@ -199,7 +199,7 @@ async fn read(
             Ok(frame) => frame,
             Err(error) => return error.into(),
         };
-        let kind = Kind::of(&frame);
+        let kind = FrameKind::of(&frame);
         if meter.count(message.len() - payload, kind) {
             // Reading pauses meanwhile, which slows down this sender only.
             shared.reading_paused.store(true, Ordering::Relaxed);
@@ -213,16 +213,16 @@ async fn read(
         }
         loop {
             match uplink.forward(&frame.stream_id, kind, &message) {
-                Outcome::Sent => {
+                ForwardOutcome::Sent => {
                     turn::spend(message.len()).await;
                     break;
                 }
-                Outcome::Refused(reason) => {
+                ForwardOutcome::Refused(reason) => {
                     let id: Arc<str> = (&*frame.stream_id).into();
                     mailbox.push(&id, reset(&id, &reason));
                     return SocketEnd::Refused(reason);
                 }
-                Outcome::Full { ready, blocked } => {
+                ForwardOutcome::Full { ready, blocked } => {
                     shared.reading_paused.store(true, Ordering::Relaxed);
                     metrics.waits.add(1);
                     let limit = stalls.allowed_wait(&frame.stream_id, blocked, now());
@@ -238,7 +238,7 @@ async fn read(
                     }
                     if waited.is_err() {
                         metrics.slow.add(1);
-                        uplink.abort_stream(&frame.stream_id, Reason::ReceiveOverflow);
+                        uplink.abort_stream(&frame.stream_id, EndReason::ReceiveOverflow);
                         break;
                     }
                 }
@@ -296,7 +296,7 @@ fn now() -> Instant {
 }
 
 /// A received message or control frame.
-enum Received {
+enum ReceivedFrame {
     /// A binary message encoded as a server's websocket frame, and the offset of its payload.
     Message {
         message: Bytes,
@@ -309,7 +309,7 @@ enum Received {
 }
 
 /// Decodes websocket messages from received bytes.
-struct Reader {
+struct FrameReader {
     io: Box<dyn AsyncRead + Send + Unpin>,
     decoder: Decoder,
     buffer: BytesMut,
@@ -319,7 +319,7 @@ struct Reader {
     last: usize,
 }
 
-impl Reader {
+impl FrameReader {
     /// Buffer size of an idle socket, which keeps it for its whole lifetime.
     const IDLE_BYTES: usize = 4 << 10;
     /// Buffer size of a busy socket: several frames of the largest size that peers send.
@@ -331,7 +331,7 @@ impl Reader {
     fn new(io: Box<dyn AsyncRead + Send + Unpin>, received: &[u8]) -> Self {
         Self {
             io,
-            decoder: Decoder::new(Role::Server).limited(MAX_FRAME_BYTES),
+            decoder: Decoder::new(WebsocketRole::Server).limited(MAX_FRAME_BYTES),
             buffer: BytesMut::from(received),
             at: 0,
             last: 0,
@@ -339,26 +339,26 @@ impl Reader {
     }
 
     /// Cancel safe: received bytes stay in the buffer.
-    async fn next(&mut self) -> Result<Received, SocketEnd> {
+    async fn next(&mut self) -> Result<ReceivedFrame, SocketEnd> {
         loop {
             match self.decoder.step(&mut self.buffer, &mut self.at)? {
-                Step::NeedMore(missing) => {
+                DecodeStep::NeedMore(missing) => {
                     if self.fill(missing).await? == 0 {
-                        return Ok(Received::End);
+                        return Ok(ReceivedFrame::End);
                     }
                 }
-                Step::Fragment => {}
-                Step::Control(Opcode::Ping, payload) => {
-                    return Ok(Received::Ping(Bytes::copy_from_slice(
+                DecodeStep::Fragment => {}
+                DecodeStep::Control(Opcode::Ping, payload) => {
+                    return Ok(ReceivedFrame::Ping(Bytes::copy_from_slice(
                         &self.buffer[payload],
                     )));
                 }
-                Step::Control(Opcode::Pong, _) => return Ok(Received::Pong),
-                Step::Control(..) => return Ok(Received::End),
-                Step::Whole { text: true, .. } | Step::Assembled { text: true } => {
-                    return Ok(Received::Text);
+                DecodeStep::Control(Opcode::Pong, _) => return Ok(ReceivedFrame::Pong),
+                DecodeStep::Control(..) => return Ok(ReceivedFrame::End),
+                DecodeStep::Whole { text: true, .. } | DecodeStep::Assembled { text: true } => {
+                    return Ok(ReceivedFrame::Text);
                 }
-                Step::Whole { payload, .. } => {
+                DecodeStep::Whole { payload, .. } => {
                     let start = readdress(&mut self.buffer, &payload, Opcode::Binary);
                     let header = payload.start - start;
                     let message = if payload.len() < Self::SHARED_BYTES {
@@ -369,17 +369,17 @@ impl Reader {
                         whole.advance(start);
                         whole.freeze()
                     };
-                    return Ok(Received::Message {
+                    return Ok(ReceivedFrame::Message {
                         message,
                         payload: header,
                     });
                 }
-                Step::Assembled { .. } => {
+                DecodeStep::Assembled { .. } => {
                     let assembled = self.decoder.assembled();
                     let mut message = Vec::with_capacity(assembled.len() + 10);
                     push_frame(&mut message, Opcode::Binary, None, assembled);
                     let payload = message.len() - assembled.len();
-                    return Ok(Received::Message {
+                    return Ok(ReceivedFrame::Message {
                         message: message.into(),
                         payload,
                     });
@@ -411,19 +411,19 @@ impl Reader {
 }
 
 /// Writes the queued messages.
-struct Writer {
+struct FrameWriter {
     io: Box<dyn AsyncWrite + Send + Unpin>,
     queue: VecDeque<Bytes>,
 }
 
-impl Writer {
+impl FrameWriter {
     /// Runs until the socket fails, or until the mailbox is closed and empty.
     async fn run(
         &mut self,
         mailbox: &Mailbox,
         shared: &SharedState,
         config: KeepaliveConfig,
-        metrics: &Metrics,
+        metrics: &RendezvousMetrics,
     ) -> io::Error {
         match self.write_all(mailbox, shared, config, metrics).await {
             Ok(()) => io::ErrorKind::ConnectionAborted.into(),
@@ -436,7 +436,7 @@ impl Writer {
         mailbox: &Mailbox,
         shared: &SharedState,
         config: KeepaliveConfig,
-        metrics: &Metrics,
+        metrics: &RendezvousMetrics,
     ) -> io::Result<()> {
         let mut keepalive = Keepalive::new(config, now());
         loop {
@@ -449,12 +449,12 @@ impl Writer {
                 keepalive.heard(now());
             }
             let wait = match keepalive.poll(now()) {
-                Action::Wait(until) => until,
-                Action::Ping => {
+                KeepaliveAction::Wait(until) => until,
+                KeepaliveAction::Ping => {
                     self.queue.push_back(control(Opcode::Ping, &[]));
                     continue;
                 }
-                Action::GiveUp => return Err(io::ErrorKind::TimedOut.into()),
+                KeepaliveAction::GiveUp => return Err(io::ErrorKind::TimedOut.into()),
             };
             let closed = mailbox.is_closed();
             mailbox.take(BATCH_BYTES, &mut self.queue);
@@ -584,27 +584,27 @@ mod tests {
     #[tokio::test]
     async fn reader_returns_small_and_large_messages_unchanged() {
         let mut wire = Vec::new();
-        let (large, small) = (vec![7; Reader::SHARED_BYTES], vec![8; 10]);
+        let (large, small) = (vec![7; FrameReader::SHARED_BYTES], vec![8; 10]);
         for payload in [&small, &large, &small, &large] {
             push_frame(&mut wire, Opcode::Binary, Some([1, 2, 3, 4]), payload);
         }
         push_frame(&mut wire, Opcode::Ping, Some([1, 2, 3, 4]), b"hi");
         let (here, mut there) = tokio::io::duplex(1 << 20);
         let sender = tokio::spawn(async move { there.write_all(&wire).await });
-        let mut reader = Reader::new(Box::new(here), &[]);
+        let mut reader = FrameReader::new(Box::new(here), &[]);
         for expected in [&small, &large, &small, &large] {
-            let Received::Message { message, payload } = reader.next().await.unwrap() else {
+            let ReceivedFrame::Message { message, payload } = reader.next().await.unwrap() else {
                 panic!("a message");
             };
             let mut sent = Vec::new();
             push_frame(&mut sent, Opcode::Binary, None, expected);
             assert!(message == sent && message[payload..] == expected[..]);
         }
-        let Received::Ping(payload) = reader.next().await.unwrap() else {
+        let ReceivedFrame::Ping(payload) = reader.next().await.unwrap() else {
             panic!("a ping");
         };
         assert_eq!(payload, "hi");
         sender.await.unwrap().unwrap();
-        assert!(matches!(reader.next().await.unwrap(), Received::End));
+        assert!(matches!(reader.next().await.unwrap(), ReceivedFrame::End));
     }
 }

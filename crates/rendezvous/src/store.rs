@@ -1,6 +1,6 @@
 //! Storage of registrations and revocations.
 //!
-//! Owns the records and the trait [`Store`]. [`embedded::Embedded`] implements it for one process
+//! Owns the records and the trait [`Store`]. [`embedded::EmbeddedStore`] implements it for one process
 //! and `nats::NatsStore` for a cluster.
 
 use futures_util::future::BoxFuture;
@@ -19,7 +19,7 @@ use crate::tenants;
 
 /// Registration of an executor for an environment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Registration {
+pub struct ExecutorRegistration {
     /// Id of the environment with tenant, see [`tenants::scoped`]. The operator of the executor
     /// chooses the id.
     pub environment: String,
@@ -63,10 +63,10 @@ pub trait Store: fmt::Debug + Send + Sync {
     fn registration(
         &self,
         environment: &str,
-    ) -> BoxFuture<'_, Result<Option<Registration>, StoreError>>;
+    ) -> BoxFuture<'_, Result<Option<ExecutorRegistration>, StoreError>>;
 
     /// Returns all registrations, sorted by environment.
-    fn registrations(&self) -> BoxFuture<'_, Result<Vec<Registration>, StoreError>>;
+    fn registrations(&self) -> BoxFuture<'_, Result<Vec<ExecutorRegistration>, StoreError>>;
 
     /// Counts the environments of a tenant.
     fn environments(&self, tenant: &str) -> BoxFuture<'_, Result<u64, StoreError>> {
@@ -84,7 +84,7 @@ pub trait Store: fmt::Debug + Send + Sync {
     /// `false` and changes nothing if the store has another one.
     fn register(
         &self,
-        registration: Registration,
+        registration: ExecutorRegistration,
         replaces: Option<String>,
     ) -> BoxFuture<'_, Result<bool, StoreError>>;
 

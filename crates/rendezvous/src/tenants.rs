@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use exec_server_sync::{Mutex, MutexGuard};
 use exec_server_transport::metrics::Counter;
 
-use crate::router::Kind;
+use crate::router::FrameKind;
 use crate::tokens::is_name;
 use share::{RateMeter, Rates, share};
 
@@ -215,13 +215,13 @@ pub(crate) struct QuotaError {
 /// Any amount can be taken while the bucket is not empty, even more than it holds; the next request
 /// waits until the debt is paid.
 #[derive(Debug, Default)]
-struct Bucket {
+struct TokenBucket {
     level: f64,
     /// Time of the last request; before it the bucket was full.
     at: Option<Instant>,
 }
 
-impl Bucket {
+impl TokenBucket {
     /// Takes `amount`, or returns how long to wait before another try. The capacity is one second
     /// of the rate.
     fn take(&mut self, amount: u64, rate: f64, now: Instant) -> Result<(), Duration> {
@@ -246,7 +246,7 @@ impl Bucket {
 
 /// Usage counters of one tenant, or of all tenants that are not counted separately.
 #[derive(Debug, Default)]
-pub(crate) struct Counters {
+pub(crate) struct UsageCounters {
     pub(crate) executors: Counter,
     pub(crate) streams: Counter,
     pub(crate) received_bytes: Counter,
@@ -259,28 +259,28 @@ pub(crate) struct Counters {
 
 /// Usage of one tenant.
 #[derive(Debug)]
-pub(crate) struct Usage {
+pub(crate) struct TenantUsage {
     pub(crate) tenant: Arc<str>,
-    limits: Mutex<Limits>,
+    limits: Mutex<NodeQuota>,
     /// This node's share of the bandwidth quota in bytes per second, as an atomic for fast reads; 0
     /// if unlimited.
     bandwidth: AtomicU64,
     streams: AtomicU64,
-    bytes: Mutex<Bucket>,
+    bytes: Mutex<TokenBucket>,
     /// Order of the waiting sockets while the bandwidth quota is exhausted: first come, first
     /// served.
     wait_order: tokio::sync::Mutex<()>,
-    handshakes: Mutex<Bucket>,
+    handshakes: Mutex<TokenBucket>,
     /// Amounts used on this node that are limited per second.
     used_bytes: AtomicU64,
     used_handshakes: AtomicU64,
     rate_meters: Mutex<RateMeters>,
-    pub(crate) counters: Arc<Counters>,
+    pub(crate) counters: Arc<UsageCounters>,
 }
 
 /// Limits of a tenant on this node.
 #[derive(Debug, Clone, Copy, Default)]
-struct Limits {
+struct NodeQuota {
     quota: Quota,
     /// This node's share of the handshakes per second.
     handshakes: Option<f64>,
@@ -302,8 +302,8 @@ fn now() -> Instant {
     tokio::time::Instant::now().into_std()
 }
 
-impl Usage {
-    fn new(tenant: Arc<str>, quota: Quota, counters: Arc<Counters>) -> Arc<Self> {
+impl TenantUsage {
+    fn new(tenant: Arc<str>, quota: Quota, counters: Arc<UsageCounters>) -> Arc<Self> {
         let usage = Self {
             tenant,
             limits: Mutex::default(),
@@ -391,7 +391,7 @@ impl Usage {
     pub(crate) fn may_connect(&self, elsewhere: u64) -> Result<(), QuotaError> {
         /// Streams end only when a client closes them; asking more often does not help.
         const LATER: Duration = Duration::from_secs(1);
-        let Limits { quota, handshakes } = *locked(&self.limits);
+        let NodeQuota { quota, handshakes } = *locked(&self.limits);
         if let Some(limit) = quota.streams
             && self.streams().saturating_add(elsewhere) >= limit
         {
@@ -458,7 +458,7 @@ impl Usage {
 
 /// A harness socket counted as a stream of its tenant until dropped.
 #[derive(Debug)]
-pub(crate) struct StreamSlot(Arc<Usage>);
+pub(crate) struct StreamSlot(Arc<TenantUsage>);
 
 impl Drop for StreamSlot {
     fn drop(&mut self) {
@@ -469,22 +469,22 @@ impl Drop for StreamSlot {
 
 /// Counts the frames of one socket, and delays them while the quota of the tenant is exhausted.
 #[derive(Debug)]
-pub(crate) struct Meter {
-    usage: Arc<Usage>,
+pub(crate) struct FrameMeter {
+    usage: Arc<TenantUsage>,
     /// Whether handshake frames count: those of harnesses do, the executor's answers do not.
     handshakes: bool,
 }
 
-impl Meter {
-    pub(crate) fn new(usage: Arc<Usage>, handshakes: bool) -> Self {
+impl FrameMeter {
+    pub(crate) fn new(usage: Arc<TenantUsage>, handshakes: bool) -> Self {
         Self { usage, handshakes }
     }
 
-    /// Counts a frame. Returns whether to wait for [`Meter::wait`] before the frame is forwarded.
-    pub(crate) fn count(&self, bytes: usize, kind: Kind) -> bool {
+    /// Counts a frame. Returns whether to wait for [`FrameMeter::wait`] before the frame is forwarded.
+    pub(crate) fn count(&self, bytes: usize, kind: FrameKind) -> bool {
         let counters = &self.usage.counters;
         counters.received_bytes.add(bytes as u64);
-        let handshake = self.handshakes && kind == Kind::Handshake;
+        let handshake = self.handshakes && kind == FrameKind::Handshake;
         if handshake {
             counters.handshakes.add(1);
         }
@@ -492,8 +492,8 @@ impl Meter {
     }
 
     /// Waits until a frame may be forwarded. Cancel safe.
-    pub(crate) async fn wait(&self, bytes: usize, kind: Kind) {
-        if self.handshakes && kind == Kind::Handshake {
+    pub(crate) async fn wait(&self, bytes: usize, kind: FrameKind) {
+        if self.handshakes && kind == FrameKind::Handshake {
             self.usage.wait_for_handshake().await;
         }
         self.usage.wait_for_bytes(bytes as u64).await;
@@ -503,20 +503,20 @@ impl Meter {
 /// All tenants of a rendezvous server.
 #[derive(Debug)]
 pub(crate) struct Tenants {
-    inner: Mutex<Inner>,
+    inner: Mutex<TenantsInUse>,
     /// Maximum number of tenants that are counted separately.
     by_name: usize,
 }
 
 /// Tenants in use; the lock is never held across an await.
 #[derive(Debug, Default)]
-struct Inner {
+struct TenantsInUse {
     quotas: Quotas,
-    usages: HashMap<Arc<str>, Arc<Usage>>,
+    usages: HashMap<Arc<str>, Arc<TenantUsage>>,
     /// Counters of the tenants that have their own.
-    counters: BTreeMap<Arc<str>, Arc<Counters>>,
+    counters: BTreeMap<Arc<str>, Arc<UsageCounters>>,
     /// Counters of all other tenants.
-    other: Arc<Counters>,
+    other: Arc<UsageCounters>,
 }
 
 impl Tenants {
@@ -536,10 +536,10 @@ impl Tenants {
             }
         }
         Self {
-            inner: Mutex::new(Inner {
+            inner: Mutex::new(TenantsInUse {
                 quotas,
                 counters,
-                ..Inner::default()
+                ..TenantsInUse::default()
             }),
             by_name,
         }
@@ -577,7 +577,7 @@ impl Tenants {
     }
 
     /// Usage of a tenant.
-    pub(crate) fn usage(&self, tenant: &str) -> Arc<Usage> {
+    pub(crate) fn usage(&self, tenant: &str) -> Arc<TenantUsage> {
         let mut inner = locked(&self.inner);
         if let Some(usage) = inner.usages.get(tenant) {
             return Arc::clone(usage);
@@ -589,7 +589,7 @@ impl Tenants {
         let counters = match inner.counters.get(&tenant) {
             Some(counters) => Arc::clone(counters),
             None if inner.counters.len() < self.by_name => {
-                let counters = Arc::<Counters>::default();
+                let counters = Arc::<UsageCounters>::default();
                 inner
                     .counters
                     .insert(Arc::clone(&tenant), Arc::clone(&counters));
@@ -598,13 +598,13 @@ impl Tenants {
             None => Arc::clone(&inner.other),
         };
         let quota = inner.quotas.of(&tenant);
-        let usage = Usage::new(Arc::clone(&tenant), quota, counters);
+        let usage = TenantUsage::new(Arc::clone(&tenant), quota, counters);
         inner.usages.insert(tenant, Arc::clone(&usage));
         usage
     }
 
     /// All counters by tenant; tenants without their own are counted as `other`.
-    pub(crate) fn counters(&self) -> Vec<(Arc<str>, Arc<Counters>)> {
+    pub(crate) fn counters(&self) -> Vec<(Arc<str>, Arc<UsageCounters>)> {
         let inner = locked(&self.inner);
         let named = inner.counters.iter();
         let named = named.map(|(name, counters)| (Arc::clone(name), Arc::clone(counters)));
@@ -672,7 +672,7 @@ mod tests {
     #[test]
     fn token_bucket_lends_once_and_waits_until_the_debt_is_paid() {
         let start = Instant::now();
-        let mut bucket = Bucket::default();
+        let mut bucket = TokenBucket::default();
         // The bucket holds one second of the rate, and lends beyond that while it is not empty.
         assert_eq!(bucket.take(60, 100.0, start), Ok(()));
         assert_eq!(bucket.take(240, 100.0, start), Ok(()));
@@ -684,7 +684,7 @@ mod tests {
         assert_eq!(bucket.take(100, 100.0, later), Ok(()));
         assert!(bucket.take(1, 100.0, later).is_err());
         // With a rate below one per second it holds one.
-        let mut slow = Bucket::default();
+        let mut slow = TokenBucket::default();
         assert_eq!(slow.take(1, 0.25, start), Ok(()));
         let wait = slow.take(1, 0.25, start).unwrap_err();
         assert_eq!(wait, Duration::from_secs(4));
@@ -717,31 +717,31 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn meter_delays_bytes_beyond_the_bandwidth_quota() {
         let tenants = Tenants::new("a bandwidth=64K".parse().unwrap(), 8);
-        let meter = Meter::new(tenants.usage("a"), false);
+        let meter = FrameMeter::new(tenants.usage("a"), false);
         let start = tokio::time::Instant::now();
         // One second of the quota is available immediately, the rest at the rate of the quota.
         for _ in 0..8 {
-            assert!(meter.count(32 << 10, Kind::Other));
-            meter.wait(32 << 10, Kind::Other).await;
+            assert!(meter.count(32 << 10, FrameKind::Other));
+            meter.wait(32 << 10, FrameKind::Other).await;
         }
         let waited = start.elapsed();
         assert!(
             (Duration::from_millis(2400)..Duration::from_millis(3100)).contains(&waited),
             "{waited:?}"
         );
-        let other = Meter::new(tenants.usage("b"), false);
-        assert!(!other.count(1 << 20, Kind::Other));
+        let other = FrameMeter::new(tenants.usage("b"), false);
+        assert!(!other.count(1 << 20, FrameKind::Other));
     }
 
     #[tokio::test(start_paused = true)]
     async fn handshake_quota_refuses_connects_and_delays_handshakes() {
         let tenants = Tenants::new("a handshakes=2".parse().unwrap(), 8);
         let usage = tenants.usage("a");
-        let harness = Meter::new(Arc::clone(&usage), true);
+        let harness = FrameMeter::new(Arc::clone(&usage), true);
         for _ in 0..2 {
             usage.may_connect(0).unwrap();
-            assert!(harness.count(10, Kind::Handshake));
-            harness.wait(10, Kind::Handshake).await;
+            assert!(harness.count(10, FrameKind::Handshake));
+            harness.wait(10, FrameKind::Handshake).await;
         }
         let error = usage.may_connect(0).unwrap_err();
         let text = "tenant `a` has reached its quota of 2 handshakes a second";
@@ -749,8 +749,8 @@ mod tests {
         tokio::time::sleep(error.retry.unwrap()).await;
         usage.may_connect(0).unwrap();
         // The executor's answer to a handshake is not counted.
-        let executor = Meter::new(usage, false);
-        assert!(!executor.count(10, Kind::Handshake));
+        let executor = FrameMeter::new(usage, false);
+        assert!(!executor.count(10, FrameKind::Handshake));
     }
 
     #[tokio::test(start_paused = true)]
@@ -758,7 +758,7 @@ mod tests {
         let tenants = Tenants::new("a bandwidth=1M handshakes=9".parse().unwrap(), 8);
         let usage = tenants.usage("a");
         tenants.usage("without");
-        let meter = Meter::new(Arc::clone(&usage), true);
+        let meter = FrameMeter::new(Arc::clone(&usage), true);
         let other = |bytes: u64, handshakes: f64| Rates {
             bytes: bytes as f64,
             handshakes,
@@ -777,19 +777,19 @@ mod tests {
         assert_eq!(may(), (64, 9.0));
         // Reports the usage on this node, half of it after the first measurement.
         tokio::time::advance(Duration::from_secs(1)).await;
-        meter.wait(5000, Kind::Handshake).await;
+        meter.wait(5000, FrameKind::Handshake).await;
         let used = tenants.update_quota_shares(|_| vec![other(24 << 10, 1.0)]);
         assert_eq!(used, [("a".into(), other(2500, 0.5))]);
         assert_eq!(may(), (1000, 8.0));
         // Tenants that use a larger fraction of their quota come first.
         tenants.set_quotas("a handshakes=100\n* handshakes=1".parse().unwrap());
         assert_eq!(may(), (0, 100.0));
-        let small = Meter::new(tenants.usage("b"), true);
+        let small = FrameMeter::new(tenants.usage("b"), true);
         tenants.update_quota_shares(|_| Vec::new());
         for _ in 0..3 {
-            meter.wait(1, Kind::Handshake).await;
+            meter.wait(1, FrameKind::Handshake).await;
         }
-        small.wait(1, Kind::Handshake).await;
+        small.wait(1, FrameKind::Handshake).await;
         tokio::time::advance(Duration::from_secs(1)).await;
         let used = tenants.update_quota_shares(|_| Vec::new());
         let order: Vec<_> = used.iter().map(|(tenant, _)| &**tenant).collect();

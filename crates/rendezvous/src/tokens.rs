@@ -18,7 +18,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use exec_server_transport::http::Head;
+use exec_server_transport::http::HttpHead;
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
 
@@ -29,7 +29,7 @@ const MAX_NAME_BYTES: usize = 64;
 
 /// Role of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Role {
+pub enum TokenRole {
     /// May register environments and validate harnesses.
     Executor,
     /// May connect to environments.
@@ -38,7 +38,7 @@ pub enum Role {
     Admin,
 }
 
-impl Role {
+impl TokenRole {
     /// All roles.
     pub const ALL: [Self; 3] = [Self::Executor, Self::Harness, Self::Admin];
 
@@ -52,13 +52,13 @@ impl Role {
     }
 }
 
-impl fmt::Display for Role {
+impl fmt::Display for TokenRole {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for Role {
+impl FromStr for TokenRole {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -69,14 +69,14 @@ impl FromStr for Role {
 
 /// Identity and permissions of an authenticated request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Caller {
+pub struct AuthenticatedCaller {
     /// Name of the token.
     pub name: Arc<str>,
     /// Tenant of the token.
     pub tenant: Arc<str>,
     /// Whether the token is valid for all tenants.
     everywhere: bool,
-    roles: Arc<[Role]>,
+    roles: Arc<[TokenRole]>,
     /// Patterns of allowed environments; all environments if empty.
     environments: Arc<[String]>,
     /// Expiry time in seconds since 1970. `None` for a token of the file, which is valid while its
@@ -84,13 +84,13 @@ pub struct Caller {
     expires: Option<u64>,
 }
 
-impl Caller {
+impl AuthenticatedCaller {
     /// Creates a caller for an OIDC token that is valid until `expires`. Returns `None` if `tenant`
     /// is not a tenant name; [`tenants::ALL`] is accepted only in the token file.
     pub(crate) fn vouched(
         name: String,
         tenant: &str,
-        roles: Vec<Role>,
+        roles: Vec<TokenRole>,
         environments: Vec<String>,
         expires: u64,
     ) -> Option<Self> {
@@ -106,12 +106,12 @@ impl Caller {
 
     /// Returns whether the caller may administer this tenant.
     pub fn is_admin_of(&self, tenant: &str) -> bool {
-        self.is(Role::Admin) && (self.everywhere || *self.tenant == *tenant)
+        self.is(TokenRole::Admin) && (self.everywhere || *self.tenant == *tenant)
     }
 
     /// Returns whether the caller may administer all tenants and the rendezvous server itself.
     pub fn is_operator(&self) -> bool {
-        self.is(Role::Admin) && self.everywhere
+        self.is(TokenRole::Admin) && self.everywhere
     }
 
     /// Returns the expiry time of the token in seconds since 1970; `None` if it does not expire.
@@ -127,7 +127,7 @@ impl Caller {
     }
 
     /// Returns whether the caller has this role.
-    pub fn is(&self, role: Role) -> bool {
+    pub fn is(&self, role: TokenRole) -> bool {
         self.roles.contains(&role)
     }
 
@@ -145,14 +145,14 @@ impl Caller {
 }
 
 #[derive(Clone)]
-struct Token {
+struct StoredToken {
     hash: [u8; 32],
-    caller: Caller,
+    caller: AuthenticatedCaller,
 }
 
 /// All tokens of the token file.
 #[derive(Clone, Default)]
-pub struct Tokens(Vec<Token>);
+pub struct Tokens(Vec<StoredToken>);
 
 impl fmt::Debug for Tokens {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -190,7 +190,7 @@ impl FromStr for Tokens {
     type Err = TokensParseError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let mut tokens: Vec<Token> = Vec::new();
+        let mut tokens: Vec<StoredToken> = Vec::new();
         for (index, line) in text.lines().enumerate() {
             let line = line.trim();
             if line.is_empty() || line.starts_with('#') {
@@ -214,7 +214,7 @@ impl FromStr for Tokens {
     }
 }
 
-fn parse_line(line: &str) -> Result<Token, String> {
+fn parse_line(line: &str) -> Result<StoredToken, String> {
     let mut fields: Vec<&str> = line.split_ascii_whitespace().collect();
     // Environment patterns cannot contain `=`.
     let tenant = fields
@@ -235,7 +235,7 @@ fn parse_line(line: &str) -> Result<Token, String> {
             "a name is 1 to {MAX_NAME_BYTES} letters, digits, `-`, `_` and `.`"
         ));
     }
-    let roles: Vec<Role> = roles.split(',').map(str::parse).collect::<Result<_, _>>()?;
+    let roles: Vec<TokenRole> = roles.split(',').map(str::parse).collect::<Result<_, _>>()?;
     let hash = match token.strip_prefix("sha256:") {
         Some(hex) => {
             let problem = || "`sha256:` is followed by 64 hexadecimal digits".to_owned();
@@ -259,7 +259,7 @@ fn parse_line(line: &str) -> Result<Token, String> {
     let (tenant, everywhere) = checked_tenant(tenant, &roles).ok_or_else(|| {
         format!("`{tenant}` can be no tenant of this token; `*` is for admins alone")
     })?;
-    let caller = Caller {
+    let caller = AuthenticatedCaller {
         name: name.into(),
         tenant: tenant.into(),
         everywhere,
@@ -267,13 +267,13 @@ fn parse_line(line: &str) -> Result<Token, String> {
         environments: environments.into(),
         expires: None,
     };
-    Ok(Token { hash, caller })
+    Ok(StoredToken { hash, caller })
 }
 
 /// Returns the tenant of a token and whether the token is valid for all tenants; `None` if invalid.
-fn checked_tenant<'a>(tenant: &'a str, roles: &[Role]) -> Option<(&'a str, bool)> {
+fn checked_tenant<'a>(tenant: &'a str, roles: &[TokenRole]) -> Option<(&'a str, bool)> {
     if tenant == tenants::ALL {
-        let admin = roles.iter().all(|role| *role == Role::Admin);
+        let admin = roles.iter().all(|role| *role == TokenRole::Admin);
         return admin.then_some((tenants::DEFAULT, true));
     }
     is_tenant(tenant).then_some((tenant, false))
@@ -288,7 +288,7 @@ pub fn is_name(name: &str) -> bool {
 impl Tokens {
     /// Returns whether a token with this name still has this role for this environment. The
     /// environment is named as by [`tenants::scoped`].
-    pub fn still_allows(&self, name: &str, role: Role, environment: &str) -> bool {
+    pub fn still_allows(&self, name: &str, role: TokenRole, environment: &str) -> bool {
         let (tenant, environment) = tenants::split(environment);
         self.0.iter().any(|token| {
             *token.caller.name == *name
@@ -314,7 +314,7 @@ impl Tokens {
     /// # Errors
     ///
     /// If the token is missing, malformed or unknown.
-    pub fn caller(&self, head: &Head) -> Result<Caller, TokenError> {
+    pub fn caller(&self, head: &HttpHead) -> Result<AuthenticatedCaller, TokenError> {
         let token = bearer(head)?;
         let hash: [u8; 32] = Sha256::digest(token).into();
         // Compare with all tokens in constant time, so that the response time reveals nothing.
@@ -329,7 +329,7 @@ impl Tokens {
 }
 
 /// Returns the bearer token in the head of a request.
-pub(crate) fn bearer(head: &Head) -> Result<&str, TokenError> {
+pub(crate) fn bearer(head: &HttpHead) -> Result<&str, TokenError> {
     let mut headers = head.headers_named("authorization");
     let header = headers.next().ok_or(TokenError::Missing)?;
     // With two headers it is not defined which one applies, so both are refused.
@@ -348,11 +348,11 @@ pub(crate) fn bearer(head: &Head) -> Result<&str, TokenError> {
 mod tests {
     use super::*;
 
-    fn head(values: &[&str]) -> Head {
+    fn head(values: &[&str]) -> HttpHead {
         let header = |value: &&str| ("authorization".to_owned(), (*value).to_owned());
-        Head {
+        HttpHead {
             headers: values.iter().map(header).collect(),
-            ..Head::default()
+            ..HttpHead::default()
         }
     }
 
@@ -364,15 +364,17 @@ mod tests {
         );
         let tokens: Tokens = text.parse().unwrap();
         let all = tokens.caller(&head(&["Bearer plain"])).unwrap();
-        assert!(all.is(Role::Executor) && all.is(Role::Harness) && !all.is(Role::Admin));
+        assert!(
+            all.is(TokenRole::Executor) && all.is(TokenRole::Harness) && !all.is(TokenRole::Admin)
+        );
         assert!(all.may_use("anything"));
         let alice = tokens.caller(&head(&["bearer  foo "])).unwrap();
         assert_eq!(&*alice.name, "alice");
         assert!(alice.may_use("a") && alice.may_use("b-1") && alice.may_use("b-"));
         assert!(!alice.may_use("ab") && !alice.may_use("b") && !alice.may_use("c"));
-        assert!(tokens.still_allows("alice", Role::Harness, "a"));
-        assert!(!tokens.still_allows("alice", Role::Executor, "a"));
-        assert!(!tokens.still_allows("alice", Role::Harness, "c"));
+        assert!(tokens.still_allows("alice", TokenRole::Harness, "a"));
+        assert!(!tokens.still_allows("alice", TokenRole::Executor, "a"));
+        assert!(!tokens.still_allows("alice", TokenRole::Harness, "c"));
         for (headers, error) in [
             (&[][..], TokenError::Missing),
             (&["Bearer"], TokenError::Header),
@@ -398,11 +400,11 @@ mod tests {
         assert!(!caller("one").is_operator() && !caller("three").is_operator());
         assert!(caller("four").is_operator() && caller("four").is_admin_of("acme"));
         // A token of one tenant does not keep access alive in another tenant.
-        assert!(tokens.still_allows("b", Role::Harness, "acme/x-1"));
-        assert!(!tokens.still_allows("b", Role::Harness, "x-1"));
-        assert!(!tokens.still_allows("b", Role::Harness, "acme/y"));
-        assert!(tokens.still_allows("a", Role::Harness, "x-1"));
-        assert!(!tokens.still_allows("a", Role::Harness, "acme/x-1"));
+        assert!(tokens.still_allows("b", TokenRole::Harness, "acme/x-1"));
+        assert!(!tokens.still_allows("b", TokenRole::Harness, "x-1"));
+        assert!(!tokens.still_allows("b", TokenRole::Harness, "acme/y"));
+        assert!(tokens.still_allows("a", TokenRole::Harness, "x-1"));
+        assert!(!tokens.still_allows("a", TokenRole::Harness, "acme/x-1"));
         for bad in [
             "a harness t tenant=*",
             "a admin,harness t tenant=*",

@@ -18,9 +18,9 @@ use tokio::io::unix::AsyncFd;
 /// fails with `EAGAIN` costs as much as one that succeeds, because the kernel allocates the
 /// connection first. A readiness check costs a tenth of that.
 #[derive(Debug)]
-pub(crate) struct Door(AsyncFd<OwnedFd>);
+pub(crate) struct Acceptor(AsyncFd<OwnedFd>);
 
-impl Door {
+impl Acceptor {
     /// Wraps a listening socket, which must be non-blocking.
     pub(crate) fn new(listener: impl Into<OwnedFd>) -> io::Result<Self> {
         Ok(Self(register(listener.into(), Interest::READABLE)?))
@@ -79,7 +79,7 @@ mod tests {
     async fn accept_returns_each_pending_connection_once() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let door = Door::new(listener.into_std().unwrap()).unwrap();
+        let door = Acceptor::new(listener.into_std().unwrap()).unwrap();
         // Some connections arrive before the first `accept`, the others one by one.
         let mut early = Vec::new();
         for _ in 0..5 {

@@ -16,7 +16,7 @@ use exec_server_protocol::table::FileChange;
 use exec_server_transport::journal::{Journal, now};
 use serde_json::json;
 
-use crate::auth::Identity;
+use crate::auth::ClientIdentity;
 
 /// Bytes of one argument that are written; of the rest only the length is written.
 const MAX_ARGUMENT_BYTES: usize = 1024;
@@ -51,7 +51,7 @@ impl Audit {
     }
 
     /// Records an accepted connection, or a refused one with the reason.
-    pub(crate) fn connected(&self, peer: &str, outcome: Result<&Identity, &str>) {
+    pub(crate) fn connected(&self, peer: &str, outcome: Result<&ClientIdentity, &str>) {
         let (event, who, reason) = match outcome {
             Ok(identity) => ("connected", Some(&*identity.name), None),
             Err(reason) => ("refused", None, Some(reason)),
@@ -62,7 +62,7 @@ impl Audit {
     }
 
     /// Records a request to start a process; `outcome` is the process id, or why the start failed.
-    pub(crate) fn started(&self, run: &Run<'_>, outcome: Result<i32, &str>) {
+    pub(crate) fn started(&self, run: &AuditedCommand<'_>, outcome: Result<i32, &str>) {
         let argv: Vec<_> = run
             .argv
             .iter()
@@ -102,7 +102,7 @@ impl Audit {
     /// Records the decision on an attempt of a process to connect to a host.
     pub(crate) fn network(
         &self,
-        identity: &Identity,
+        identity: &ClientIdentity,
         session: &str,
         process_id: &str,
         decision: &Decision,
@@ -125,7 +125,7 @@ impl Audit {
 
     /// Records an HTTP request that this machine makes for a client. Neither the headers nor the
     /// query of the URL are written: both can hold secrets.
-    pub(crate) fn requested(&self, identity: &Identity, params: &RequestParams) {
+    pub(crate) fn requested(&self, identity: &ClientIdentity, params: &RequestParams) {
         let url = url_without_secrets(&params.url);
         self.journal.append(&json!({
             "time": now(), "event": "http", "identity": &*identity.name, "method": params.method,
@@ -134,7 +134,7 @@ impl Audit {
     }
 
     /// Records a request that changes files.
-    pub(crate) fn changed(&self, identity: &Identity, method: &str, change: FileChange<'_>) {
+    pub(crate) fn changed(&self, identity: &ClientIdentity, method: &str, change: FileChange<'_>) {
         let clean = |path: &PathUri| self.clean(&path.to_string());
         self.journal.append(&json!({
             "time": now(), "event": "file", "identity": &*identity.name, "method": method,
@@ -166,8 +166,8 @@ impl Audit {
 }
 
 /// A request to run a command, with the client that sent it.
-pub(crate) struct Run<'a> {
-    pub(crate) identity: &'a Identity,
+pub(crate) struct AuditedCommand<'a> {
+    pub(crate) identity: &'a ClientIdentity,
     pub(crate) session: &'a str,
     pub(crate) process_id: &'a str,
     pub(crate) argv: &'a [String],

@@ -10,8 +10,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 pub use exec_server_protocol::Scope;
 use exec_server_transport::Secret;
-use exec_server_transport::http::Head;
-use exec_server_transport::jwt::{self, Algorithm, Claims, Expected};
+use exec_server_transport::http::HttpHead;
+use exec_server_transport::jwt::{self, ExpectedClaims, SignatureAlgorithm, VerifiedClaims};
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 use subtle::{Choice, ConditionallySelectable as _, ConstantTimeEq as _};
@@ -100,7 +100,7 @@ impl FromStr for Scopes {
 /// How a client has proven its identity. A name is unique among identities of the same proof only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Proof {
+pub enum AuthMethod {
     /// No proof: the server does not require authentication.
     None,
     /// A capability token; the name is the token's.
@@ -117,23 +117,23 @@ pub enum Proof {
 
 /// The identity of a client, and what it allows.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Identity {
+pub struct ClientIdentity {
     /// The name of the token, or of the client as the token states it.
     pub name: Arc<str>,
     /// How the client has proven its identity.
-    pub proof: Proof,
+    pub proof: AuthMethod,
     /// The operations that the client is authorized for.
     pub scopes: Scopes,
     /// When its token stops being accepted; `None` if it does not expire.
     pub expires: Option<SystemTime>,
 }
 
-impl Identity {
+impl ClientIdentity {
     /// The identity of a client that is not authenticated and may do everything.
     pub fn anyone() -> Self {
         Self {
             name: "anyone".into(),
-            proof: Proof::None,
+            proof: AuthMethod::None,
             scopes: Scopes::ALL,
             expires: None,
         }
@@ -259,18 +259,18 @@ impl Auth {
     /// # Errors
     ///
     /// When the request is not authenticated, with the reason.
-    pub fn check(&self, head: &Head, now: SystemTime) -> Result<Identity, AuthError> {
+    pub fn check(&self, head: &HttpHead, now: SystemTime) -> Result<ClientIdentity, AuthError> {
         self.find(head, now).map(|(identity, _)| identity)
     }
 
     /// As [`Auth::check`]; also returns the index of the credential (see [`Auth::credentials`]).
     pub(crate) fn find(
         &self,
-        head: &Head,
+        head: &HttpHead,
         now: SystemTime,
-    ) -> Result<(Identity, usize), AuthError> {
+    ) -> Result<(ClientIdentity, usize), AuthError> {
         match self {
-            Self::Open => Ok((Identity::anyone(), 0)),
+            Self::Open => Ok((ClientIdentity::anyone(), 0)),
             Self::Capability(tokens) => capability(tokens, bearer(head)?),
             Self::Signed(tokens) => Ok((signed(tokens, bearer(head)?, now)?, 0)),
         }
@@ -301,7 +301,7 @@ impl Auth {
 }
 
 /// Extracts the bearer token of a request.
-fn bearer(head: &Head) -> Result<&str, AuthError> {
+fn bearer(head: &HttpHead) -> Result<&str, AuthError> {
     let mut headers = head.headers_named("authorization");
     let header = headers.next().ok_or(AuthError::Missing)?;
     // With two headers, a proxy in between may use the other one, so the request is refused.
@@ -318,7 +318,10 @@ fn bearer(head: &Head) -> Result<&str, AuthError> {
 
 /// Finds the token by its hash, in a time that depends neither on the token nor on which one
 /// matches.
-fn capability(tokens: &[CapabilityToken], token: &str) -> Result<(Identity, usize), AuthError> {
+fn capability(
+    tokens: &[CapabilityToken],
+    token: &str,
+) -> Result<(ClientIdentity, usize), AuthError> {
     let hash: [u8; 32] = Sha256::digest(token).into();
     let mut found = Choice::from(0);
     let mut which = 0u64;
@@ -330,9 +333,9 @@ fn capability(tokens: &[CapabilityToken], token: &str) -> Result<(Identity, usiz
     let which = usize::try_from(which).map_err(|_| AuthError::Token)?;
     match tokens.get(which) {
         Some(known) if found.into() => {
-            let identity = Identity {
+            let identity = ClientIdentity {
                 name: Arc::clone(&known.name),
-                proof: Proof::Capability,
+                proof: AuthMethod::Capability,
                 scopes: known.scopes,
                 expires: None,
             };
@@ -342,13 +345,13 @@ fn capability(tokens: &[CapabilityToken], token: &str) -> Result<(Identity, usiz
     }
 }
 
-impl From<jwt::Error> for AuthError {
-    fn from(error: jwt::Error) -> Self {
+impl From<jwt::JwtError> for AuthError {
+    fn from(error: jwt::JwtError) -> Self {
         match error {
-            jwt::Error::Expired => Self::Expired,
-            jwt::Error::NotYet => Self::NotYet,
-            jwt::Error::Issuer => Self::Issuer,
-            jwt::Error::Audience => Self::Audience,
+            jwt::JwtError::Expired => Self::Expired,
+            jwt::JwtError::NotYet => Self::NotYet,
+            jwt::JwtError::Issuer => Self::Issuer,
+            jwt::JwtError::Audience => Self::Audience,
             error => {
                 // The response does not say why the token is wrong; the log does, for the operator.
                 tracing::debug!(%error, "a signed token was refused");
@@ -362,25 +365,25 @@ impl From<jwt::Error> for AuthError {
 /// treat a limited token as one that allows everything.
 const FOREIGN_SCOPES: [&str; 2] = ["scp", "scopes"];
 
-fn signed(rules: &SignedTokens, token: &str, now: SystemTime) -> Result<Identity, AuthError> {
-    let token = jwt::Token::parse(token, &[Algorithm::Hs256])?;
-    let claims = token.verify(&[jwt::Key::hmac(&rules.secret)])?;
+fn signed(rules: &SignedTokens, token: &str, now: SystemTime) -> Result<ClientIdentity, AuthError> {
+    let token = jwt::ParsedToken::parse(token, &[SignatureAlgorithm::Hs256])?;
+    let claims = token.verify(&[jwt::VerificationKey::hmac(&rules.secret)])?;
     let seconds = |duration: Duration| i64::try_from(duration.as_secs()).unwrap_or(i64::MAX);
     let leeway = seconds(rules.max_clock_skew);
-    claims.check(&Expected {
+    claims.check(&ExpectedClaims {
         issuer: rules.issuer.as_deref(),
         audience: rules.audience.as_deref(),
         now: seconds(now.duration_since(UNIX_EPOCH).unwrap_or_default()),
         leeway,
     })?;
     let (name, proof) = match claims.subject() {
-        Some(subject) => (subject.into(), Proof::Subject),
-        None => ("signed".into(), Proof::NoSubject),
+        Some(subject) => (subject.into(), AuthMethod::Subject),
+        None => ("signed".into(), AuthMethod::NoSubject),
     };
     // The first second in which the token is refused.
     let end = claims.expires().saturating_add(leeway).saturating_add(1);
     let end = Duration::from_secs(u64::try_from(end).unwrap_or_default());
-    Ok(Identity {
+    Ok(ClientIdentity {
         name,
         proof,
         scopes: claimed_scopes(&claims)?,
@@ -390,15 +393,15 @@ fn signed(rules: &SignedTokens, token: &str, now: SystemTime) -> Result<Identity
 
 /// Returns the scopes of a token. A token without the claim has all scopes, because tokens of the
 /// compatible protocol have no such claim.
-fn claimed_scopes(claims: &Claims) -> Result<Scopes, AuthError> {
+fn claimed_scopes(claims: &VerifiedClaims) -> Result<Scopes, AuthError> {
     let foreign = FOREIGN_SCOPES
         .into_iter()
         .find(|name| claims.get(name).is_some());
     match (claims.get("scope"), foreign) {
         (None, None) => Ok(Scopes::ALL),
         (Some(Value::String(scope)), None) => Ok(Scopes::of_claim(scope)),
-        (_, Some(name)) => Err(jwt::Error::Claim(name).into()),
-        (Some(_), None) => Err(jwt::Error::Claim("scope").into()),
+        (_, Some(name)) => Err(jwt::JwtError::Claim(name).into()),
+        (Some(_), None) => Err(jwt::JwtError::Claim("scope").into()),
     }
 }
 
@@ -408,11 +411,11 @@ mod tests {
 
     const NOW: i64 = 1_800_000_000;
 
-    fn head(authorization: &[&str]) -> Head {
+    fn head(authorization: &[&str]) -> HttpHead {
         let header = |value: &&str| ("authorization".to_owned(), (*value).to_owned());
-        Head {
+        HttpHead {
             headers: authorization.iter().map(header).collect(),
-            ..Head::default()
+            ..HttpHead::default()
         }
     }
 
@@ -483,9 +486,9 @@ mod tests {
         };
         assert_eq!(
             with("").unwrap(),
-            Identity {
+            ClientIdentity {
                 name: "signed".into(),
-                proof: Proof::NoSubject,
+                proof: AuthMethod::NoSubject,
                 scopes: Scopes::ALL,
                 expires: Some(now() + Duration::from_secs(60 + 30 + 1)),
             }
@@ -652,7 +655,7 @@ mod tests {
         let unnamed = identity("");
         assert!(unnamed.is_same(&identity(r#","iat":5"#)));
         assert!(!unnamed.is_same(&identity(r#","sub":"signed""#)));
-        assert!(!Identity::anyone().is_same(&identity(r#","sub":"anyone""#)));
+        assert!(!ClientIdentity::anyone().is_same(&identity(r#","sub":"anyone""#)));
         let subject = |last: &str| identity(&format!(r#","sub":"{}{last}""#, "x".repeat(254)));
         assert!(subject("a").is_same(&subject("a")));
         assert!(!subject("a").is_same(&subject("b")));
@@ -707,7 +710,7 @@ mod tests {
             (&header["alg"], &claims["exp"]),
             (&"HS256".into(), &NOW.into())
         );
-        assert_eq!(jwt::inspect(&"a.b".into()), Err(jwt::Error::Malformed));
+        assert_eq!(jwt::inspect(&"a.b".into()), Err(jwt::JwtError::Malformed));
     }
 
     #[test]

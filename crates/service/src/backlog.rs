@@ -17,7 +17,7 @@ const WRITE_BYTES: usize = 512;
 
 /// Stdin data of one connection that children have not read yet.
 #[derive(Debug, Default)]
-pub(crate) struct Backlog {
+pub(crate) struct InputBacklog {
     bytes: AtomicUsize,
     /// Signals that a child has read data.
     taken: Notify,
@@ -25,17 +25,17 @@ pub(crate) struct Backlog {
 
 /// One waiting write; it is counted until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Share {
-    backlog: Arc<Backlog>,
+pub(crate) struct WaitingWrite {
+    backlog: Arc<InputBacklog>,
     bytes: usize,
 }
 
-impl Backlog {
+impl InputBacklog {
     /// Counts a write that has to wait.
-    pub(crate) fn add(self: &Arc<Self>, bytes: usize) -> Share {
+    pub(crate) fn add(self: &Arc<Self>, bytes: usize) -> WaitingWrite {
         let bytes = bytes + WRITE_BYTES;
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        Share {
+        WaitingWrite {
             backlog: Arc::clone(self),
             bytes,
         }
@@ -59,7 +59,7 @@ impl Backlog {
     }
 }
 
-impl Drop for Share {
+impl Drop for WaitingWrite {
     fn drop(&mut self) {
         self.backlog.bytes.fetch_sub(self.bytes, Ordering::Relaxed);
         self.backlog.taken.notify_waiters();

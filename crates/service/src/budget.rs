@@ -23,7 +23,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use exec_server_sync::{Mutex, MutexGuard};
-use exec_server_transport::Intake;
+use exec_server_transport::IncomingLimiter;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -43,7 +43,7 @@ const TICK: Duration = Duration::from_millis(500);
 
 /// Whether one connection may go beyond the budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Excess {
+pub(crate) enum Overdraft {
     /// No connection may exceed it.
     Refused,
     /// The connection that holds the most may exceed it. Messages free their memory only when they
@@ -53,49 +53,49 @@ pub(crate) enum Excess {
 
 /// A budget of bytes.
 #[derive(Debug)]
-pub(crate) struct Budget {
+pub(crate) struct MemoryBudget {
     total: AtomicUsize,
-    excess: Excess,
-    state: Mutex<State>,
+    excess: Overdraft,
+    state: Mutex<BudgetState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct BudgetState {
     used: usize,
     /// Accounts that hold memory, by their number.
-    holders: HashMap<u64, Holder>,
+    holders: HashMap<u64, BudgetHolder>,
     /// Bytes that the accounts of each principal hold.
     principals: HashMap<Arc<str>, usize>,
     /// Waiting requests, in order of arrival.
-    waiting: Vec<Waiting>,
+    waiting: Vec<MemoryRequest>,
     next_account: u64,
     /// When a connection was last closed for making no progress.
     ended: Option<Instant>,
 }
 
 #[derive(Debug)]
-struct Holder {
-    account: Arc<Shared>,
+struct BudgetHolder {
+    account: Arc<AccountShared>,
     bytes: usize,
 }
 
 /// A request that waits for memory.
 #[derive(Debug)]
-struct Waiting {
-    account: Account,
+struct MemoryRequest {
+    account: BudgetAccount,
     bytes: usize,
-    granted: oneshot::Sender<Share>,
+    granted: oneshot::Sender<BudgetShare>,
 }
 
 /// The account of one connection in a budget; cheap to clone.
 #[derive(Debug, Clone)]
-pub(crate) struct Account {
-    budget: Arc<Budget>,
-    shared: Arc<Shared>,
+pub(crate) struct BudgetAccount {
+    budget: Arc<MemoryBudget>,
+    shared: Arc<AccountShared>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct AccountShared {
     number: u64,
     principal: Arc<str>,
     /// Cancelled to end the connection.
@@ -110,8 +110,8 @@ struct Shared {
 
 /// Bytes taken from a budget; returned to it on drop.
 #[derive(Debug)]
-pub(crate) struct Share {
-    account: Account,
+pub(crate) struct BudgetShare {
+    account: BudgetAccount,
     bytes: usize,
 }
 
@@ -122,8 +122,8 @@ fn now() -> u64 {
     elapsed.as_millis() as u64
 }
 
-impl Budget {
-    pub(crate) fn new(total: usize, excess: Excess) -> Arc<Self> {
+impl MemoryBudget {
+    pub(crate) fn new(total: usize, excess: Overdraft) -> Arc<Self> {
         Arc::new(Self {
             total: AtomicUsize::new(total),
             excess,
@@ -147,15 +147,15 @@ impl Budget {
         self: &Arc<Self>,
         principal: &Arc<str>,
         end: CancellationToken,
-    ) -> Account {
+    ) -> BudgetAccount {
         let number = {
             let mut state = self.state();
             state.next_account += 1;
             state.next_account
         };
-        Account {
+        BudgetAccount {
             budget: Arc::clone(self),
-            shared: Arc::new(Shared {
+            shared: Arc::new(AccountShared {
                 number,
                 principal: Arc::clone(principal),
                 end,
@@ -166,7 +166,7 @@ impl Budget {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, BudgetState> {
         self.state.lock()
     }
 
@@ -175,12 +175,12 @@ impl Budget {
     }
 
     /// Whether this account may take `bytes` more.
-    fn fits(&self, state: &State, account: &Shared, bytes: usize) -> bool {
+    fn fits(&self, state: &BudgetState, account: &AccountShared, bytes: usize) -> bool {
         let total = self.total();
         let held = state.held(account);
         let beyond = match self.excess {
-            Excess::Refused => 0,
-            Excess::ForLargest => state.largest().map_or(0, |(bytes, _)| bytes),
+            Overdraft::Refused => 0,
+            Overdraft::ForLargest => state.largest().map_or(0, |(bytes, _)| bytes),
         };
         let used = (state.used - beyond).saturating_add(bytes);
         if held + bytes <= GUARANTEED_BYTES && used <= total {
@@ -194,20 +194,20 @@ impl Budget {
     }
 
     /// Whether this account may exceed the budget.
-    fn is_excess(&self, state: &State, account: &Shared) -> bool {
+    fn is_excess(&self, state: &BudgetState, account: &AccountShared) -> bool {
         let largest = || {
             state
                 .largest()
                 .is_none_or(|(_, number)| number == account.number)
         };
-        self.excess == Excess::ForLargest && largest()
+        self.excess == Overdraft::ForLargest && largest()
     }
 
     /// Grants the waiting requests that fit. Releases the lock before it wakes them.
-    fn grant(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
+    fn grant(self: &Arc<Self>, mut state: MutexGuard<'_, BudgetState>) {
         let mut granted = Vec::new();
         while let Some(at) = self.next(&state) {
-            let Waiting {
+            let MemoryRequest {
                 account,
                 bytes,
                 granted: sender,
@@ -222,13 +222,14 @@ impl Budget {
     }
 
     /// Selects the waiting request that is granted next.
-    fn next(&self, state: &State) -> Option<usize> {
-        let rank = |waiting: &Waiting| {
+    fn next(&self, state: &BudgetState) -> Option<usize> {
+        let rank = |waiting: &MemoryRequest| {
             let account = &waiting.account.shared;
             let principal = state.principals.get(&account.principal);
             (principal.copied().unwrap_or(0), state.held(account))
         };
-        let fits = |waiting: &Waiting| self.fits(state, &waiting.account.shared, waiting.bytes);
+        let fits =
+            |waiting: &MemoryRequest| self.fits(state, &waiting.account.shared, waiting.bytes);
         let waiting = state.waiting.iter().enumerate();
         // An account that holds little is served before a larger request that does not fit. Larger
         // requests do not overtake each other, so that each is served eventually.
@@ -236,7 +237,7 @@ impl Budget {
         if fits(first.1) {
             return Some(first.0);
         }
-        let exempt = |waiting: &Waiting| {
+        let exempt = |waiting: &MemoryRequest| {
             let account = &waiting.account.shared;
             state.held(account) + waiting.bytes <= GUARANTEED_BYTES
                 || self.is_excess(state, account)
@@ -255,7 +256,7 @@ impl Budget {
         if state.waiting.is_empty() || state.ended.is_some_and(|last| last.elapsed() < PAUSE) {
             return;
         }
-        let stalled = |holder: &&Holder| {
+        let stalled = |holder: &&BudgetHolder| {
             let account = &holder.account;
             let since = now().saturating_sub(account.progress.load(Ordering::Relaxed));
             account.depends_on_peer.load(Ordering::Relaxed)
@@ -267,7 +268,7 @@ impl Budget {
             .values()
             .filter(stalled)
             .max_by_key(|holder| holder.bytes);
-        if let Some(Holder { account, bytes }) = worst {
+        if let Some(BudgetHolder { account, bytes }) = worst {
             tracing::warn!(
                 principal = &*account.principal,
                 bytes,
@@ -279,7 +280,7 @@ impl Budget {
     }
 }
 
-impl State {
+impl BudgetState {
     /// The bytes held by the largest account and its number; of two equal accounts, the older one.
     fn largest(&self) -> Option<(usize, u64)> {
         let holders = self.holders.iter();
@@ -288,28 +289,28 @@ impl State {
             .max_by_key(|&(bytes, number)| (bytes, u64::MAX - number))
     }
 
-    fn held(&self, account: &Shared) -> usize {
+    fn held(&self, account: &AccountShared) -> usize {
         self.holders
             .get(&account.number)
             .map_or(0, |holder| holder.bytes)
     }
 }
 
-impl Account {
+impl BudgetAccount {
     /// Adds `bytes` to the account.
-    fn hold(&self, state: &mut State, bytes: usize) -> Share {
+    fn hold(&self, state: &mut BudgetState, bytes: usize) -> BudgetShare {
         state.used += bytes;
         let holder = state
             .holders
             .entry(self.shared.number)
-            .or_insert_with(|| Holder {
+            .or_insert_with(|| BudgetHolder {
                 account: Arc::clone(&self.shared),
                 bytes: 0,
             });
         holder.bytes += bytes;
         let principal = Arc::clone(&self.shared.principal);
         *state.principals.entry(principal).or_default() += bytes;
-        Share {
+        BudgetShare {
             account: self.clone(),
             bytes,
         }
@@ -319,13 +320,13 @@ impl Account {
     /// so that the request can be granted while other connections hold little.
     fn counted(&self, bytes: usize) -> usize {
         match self.budget.excess {
-            Excess::Refused => bytes.min(self.budget.total() / 2),
-            Excess::ForLargest => bytes,
+            Overdraft::Refused => bytes.min(self.budget.total() / 2),
+            Overdraft::ForLargest => bytes,
         }
     }
 
     /// Takes `bytes` if they are free and no other request waits for them.
-    pub(crate) fn try_take(&self, bytes: usize) -> Option<Share> {
+    pub(crate) fn try_take(&self, bytes: usize) -> Option<BudgetShare> {
         let bytes = self.counted(bytes);
         let mut state = self.budget.state();
         let guaranteed = state.held(&self.shared) + bytes <= GUARANTEED_BYTES;
@@ -339,7 +340,7 @@ impl Account {
     /// Waits until `bytes` are granted.
     ///
     /// Cancel safe: a granted share is returned if the future is dropped.
-    pub(crate) async fn take(&self, bytes: usize) -> Share {
+    pub(crate) async fn take(&self, bytes: usize) -> BudgetShare {
         if let Some(share) = self.try_take(bytes) {
             return share;
         }
@@ -349,7 +350,7 @@ impl Account {
             let mut state = self.budget.state();
             // Removes requests whose connection has ended in the meantime.
             state.waiting.retain(|waiting| !waiting.granted.is_closed());
-            state.waiting.push(Waiting {
+            state.waiting.push(MemoryRequest {
                 account: self.clone(),
                 bytes,
                 granted,
@@ -386,7 +387,7 @@ impl Account {
     }
 }
 
-impl Share {
+impl BudgetShare {
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -404,13 +405,13 @@ impl Share {
     }
 }
 
-impl Drop for Share {
+impl Drop for BudgetShare {
     fn drop(&mut self) {
         self.account.give_back(self.bytes);
     }
 }
 
-impl Account {
+impl BudgetAccount {
     fn give_back(&self, bytes: usize) {
         if bytes == 0 {
             return;
@@ -436,17 +437,17 @@ impl Account {
 }
 
 /// Memory of the incomplete message of one connection, from the budget of all such messages.
-pub(crate) struct Unfinished {
-    account: Account,
-    share: Option<Share>,
-    asking: Option<Pin<Box<dyn Future<Output = Share> + Send>>>,
+pub(crate) struct IncompleteMessageBudget {
+    account: BudgetAccount,
+    share: Option<BudgetShare>,
+    asking: Option<Pin<Box<dyn Future<Output = BudgetShare> + Send>>>,
 }
 
-impl Unfinished {
+impl IncompleteMessageBudget {
     /// Bytes requested in one step, large enough that steps are rare.
     const STEP_BYTES: usize = 1 << 20;
 
-    pub(crate) fn new(account: Account) -> Self {
+    pub(crate) fn new(account: BudgetAccount) -> Self {
         Self {
             account,
             share: None,
@@ -455,10 +456,10 @@ impl Unfinished {
     }
 }
 
-impl Intake for Unfinished {
+impl IncomingLimiter for IncompleteMessageBudget {
     fn poll_hold(&mut self, cx: &mut Context<'_>, bytes: usize) -> Poll<()> {
         loop {
-            let held = self.share.as_ref().map_or(0, Share::bytes);
+            let held = self.share.as_ref().map_or(0, BudgetShare::bytes);
             if held >= bytes {
                 return Poll::Ready(());
             }
@@ -492,8 +493,8 @@ impl Intake for Unfinished {
     }
 }
 
-impl Unfinished {
-    fn add(&mut self, share: Share) {
+impl IncompleteMessageBudget {
+    fn add(&mut self, share: BudgetShare) {
         match &mut self.share {
             Some(held) => held.merge(share),
             None => self.share = Some(share),
@@ -508,7 +509,7 @@ mod tests {
 
     const MIB: usize = 1 << 20;
 
-    fn account(budget: &Arc<Budget>, principal: &str) -> (Account, CancellationToken) {
+    fn account(budget: &Arc<MemoryBudget>, principal: &str) -> (BudgetAccount, CancellationToken) {
         let end = CancellationToken::new();
         (budget.account(&principal.into(), end.clone()), end)
     }
@@ -527,7 +528,7 @@ mod tests {
 
     #[test]
     fn connection_that_holds_nothing_gets_guaranteed_bytes_while_another_holds_much() {
-        let budget = Budget::new(16 * MIB, Excess::Refused);
+        let budget = MemoryBudget::new(16 * MIB, Overdraft::Refused);
         let (greedy, _) = account(&budget, "a");
         let mut held = Vec::new();
         while let Some(share) = greedy.try_take(MIB) {
@@ -553,14 +554,14 @@ mod tests {
 
     #[tokio::test]
     async fn waiting_request_of_principal_that_holds_least_is_granted_first() {
-        let budget = Budget::new(16 * MIB, Excess::Refused);
+        let budget = MemoryBudget::new(16 * MIB, Overdraft::Refused);
         let (one, _) = account(&budget, "a");
         let (second, _) = account(&budget, "a");
         let (other, _) = account(&budget, "b");
         let held = one.try_take(8 * MIB).unwrap();
         let more = second.try_take(4 * MIB).unwrap();
-        let mut first: Pin<Box<dyn Future<Output = Share>>> = Box::pin(second.take(4 * MIB));
-        let mut late: Pin<Box<dyn Future<Output = Share>>> = Box::pin(other.take(4 * MIB));
+        let mut first: Pin<Box<dyn Future<Output = BudgetShare>>> = Box::pin(second.take(4 * MIB));
+        let mut late: Pin<Box<dyn Future<Output = BudgetShare>>> = Box::pin(other.take(4 * MIB));
         assert!(is_ready(&mut first).await.is_none());
         assert!(is_ready(&mut late).await.is_none());
         drop(more);
@@ -572,10 +573,10 @@ mod tests {
 
     #[tokio::test]
     async fn dropped_request_does_not_block_others() {
-        let budget = Budget::new(16 * MIB, Excess::Refused);
+        let budget = MemoryBudget::new(16 * MIB, Overdraft::Refused);
         let (one, _) = account(&budget, "a");
         let held = one.try_take(8 * MIB).unwrap();
-        let mut given_up: Pin<Box<dyn Future<Output = Share>>> = Box::pin(one.take(8 * MIB));
+        let mut given_up: Pin<Box<dyn Future<Output = BudgetShare>>> = Box::pin(one.take(8 * MIB));
         assert!(is_ready(&mut given_up).await.is_none());
         drop(given_up);
         drop(held);
@@ -585,11 +586,14 @@ mod tests {
 
     #[tokio::test]
     async fn largest_unfinished_message_may_exceed_the_budget() {
-        let budget = Budget::new(4 * MIB, Excess::ForLargest);
+        let budget = MemoryBudget::new(4 * MIB, Overdraft::ForLargest);
         let (one, _) = account(&budget, "a");
         let (other, _) = account(&budget, "b");
         let mut cx = Context::from_waker(std::task::Waker::noop());
-        let (mut first, mut second) = (Unfinished::new(one), Unfinished::new(other));
+        let (mut first, mut second) = (
+            IncompleteMessageBudget::new(one),
+            IncompleteMessageBudget::new(other),
+        );
         assert!(first.poll_hold(&mut cx, 2 * MIB).is_ready());
         assert!(second.poll_hold(&mut cx, MIB).is_ready());
         assert!(second.poll_hold(&mut cx, 4 * MIB).is_pending());
@@ -603,7 +607,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn connection_without_progress_is_closed_while_others_wait() {
-        let budget = Budget::new(16 * MIB, Excess::Refused);
+        let budget = MemoryBudget::new(16 * MIB, Overdraft::Refused);
         let (stuck, ended) = account(&budget, "a");
         let (busy, busy_ended) = account(&budget, "a");
         let held = stuck.try_take(6 * MIB).unwrap();

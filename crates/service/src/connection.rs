@@ -9,36 +9,36 @@ use std::task::Poll;
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
-use exec_server_protocol::envelope::{self, Incoming as Message};
+use exec_server_protocol::envelope::{self, IncomingMessage as Message};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
-use exec_server_protocol::table::Named;
+use exec_server_protocol::table::RequestedMethod;
 use exec_server_protocol::{ErrorObject, RequestId};
 use exec_server_sys::memory;
 use exec_server_transport::frame::close_code;
-use exec_server_transport::keepalive::{Action, Keepalive};
-use exec_server_transport::{Event, Incoming, Link, LinkError};
+use exec_server_transport::keepalive::{Keepalive, KeepaliveAction};
+use exec_server_transport::{Link, LinkError, LinkEvent, LinkReceiver};
 use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
 use crate::ApiError;
-use crate::asks::{Asks, Settled};
-use crate::auth::Identity;
-use crate::backlog::{self, Backlog};
-use crate::budget::{Share, Unfinished};
-use crate::dispatch::{self, Raw};
-use crate::files::Lane;
-use crate::guard::Admission;
-use crate::handles::Handles;
-use crate::methods::http::Requests;
-use crate::methods::search::Searches;
-use crate::methods::watch::Watches;
+use crate::auth::ClientIdentity;
+use crate::backlog::{self, InputBacklog};
+use crate::budget::{BudgetShare, IncompleteMessageBudget};
+use crate::dispatch::{self, RawParams};
+use crate::files::FileLane;
+use crate::guard::AdmittedConnection;
+use crate::handles::FileHandles;
+use crate::methods::http::HttpRequests;
+use crate::methods::search::ConnectionSearches;
+use crate::methods::watch::ConnectionWatches;
 use crate::metrics::MethodIndex;
-use crate::outbox::{self, Farewell, Outbox, Reply};
-use crate::pieces::{self, FileSource, PIECE_COST, Pieces};
-use crate::server::{Lifetime, Server};
-use crate::session::{Driver, Heard, Session};
-use crate::trace::{Context, Tracer};
+use crate::outbox::{self, CloseReason, OutMessage, Outbox};
+use crate::pieces::{self, FileSource, PIECE_COST, PiecewiseResponse};
+use crate::server::{ExecServer, SessionLifetime};
+use crate::server_requests::{AnsweredRequest, ServerRequests};
+use crate::session::{LastActivity, Session, SessionDriver};
+use crate::trace::{TraceContext, Tracer};
 
 /// How long the responses to earlier requests may take to leave once the connection ends.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -61,23 +61,23 @@ const MAX_AHEAD_BYTES: usize = 1 << 20;
 /// State that the tasks of one connection share.
 #[derive(Debug)]
 pub(crate) struct Connection {
-    pub(crate) server: Server,
+    pub(crate) server: ExecServer,
     pub(crate) outbox: Arc<Outbox>,
     /// Cancelled when the connection ends; its unfinished requests end with it.
     pub(crate) closed: CancellationToken,
-    pub(crate) heard: Arc<Heard>,
+    pub(crate) heard: Arc<LastActivity>,
     /// Requests of the server to this client.
-    pub(crate) asks: Arc<Asks>,
+    pub(crate) asks: Arc<ServerRequests>,
     /// Files that this connection has open.
-    pub(crate) handles: Handles,
+    pub(crate) handles: FileHandles,
     /// Runs the file operations of this connection.
-    pub(crate) lane: Arc<Lane>,
+    pub(crate) lane: Arc<FileLane>,
     /// HTTP requests in progress.
-    pub(crate) requests: Requests,
-    pub(crate) searches: Searches,
+    pub(crate) requests: HttpRequests,
+    pub(crate) searches: ConnectionSearches,
     /// Limits concurrent `capabilityRoots/*` discoveries.
     pub(crate) discoveries: Arc<Semaphore>,
-    pub(crate) watches: Watches,
+    pub(crate) watches: ConnectionWatches,
     /// Requests that wait for an event.
     waiting: AtomicUsize,
     /// Limits the requests that are processed concurrently.
@@ -85,12 +85,12 @@ pub(crate) struct Connection {
     /// The number of permits of `slots`.
     concurrent_requests: usize,
     /// Limits the writes to children that do not read their input.
-    backlog: Arc<Backlog>,
-    lifetime: Lifetime,
+    backlog: Arc<InputBacklog>,
+    lifetime: SessionLifetime,
     /// Whether the link can send messages that are produced piece by piece.
     streams: bool,
     /// The authenticated client.
-    pub(crate) identity: Identity,
+    pub(crate) identity: ClientIdentity,
 }
 
 /// State of the handshake.
@@ -101,7 +101,7 @@ pub(crate) struct Connection {
 ///  └──────────────────── session/end ────────────────────┘
 /// ```
 #[derive(Debug, Default)]
-pub(crate) enum Phase {
+pub(crate) enum HandshakePhase {
     /// The client has no session.
     #[default]
     New,
@@ -111,7 +111,7 @@ pub(crate) enum Phase {
     Ready(Arc<Session>),
 }
 
-impl Phase {
+impl HandshakePhase {
     /// Returns the session if methods of this family may be called.
     pub(crate) fn ready(&self, family: &str) -> Result<Arc<Session>, ApiError> {
         match self {
@@ -134,8 +134,8 @@ impl Phase {
 }
 
 impl Connection {
-    pub(crate) fn driver(&self) -> Driver {
-        Driver {
+    pub(crate) fn driver(&self) -> SessionDriver {
+        SessionDriver {
             outbox: Arc::clone(&self.outbox),
             closed: self.closed.clone(),
             heard: Arc::clone(&self.heard),
@@ -183,7 +183,11 @@ impl Connection {
 
     /// Sends the content of a large file as soon as there is memory for one piece. Runs on a file
     /// thread.
-    pub(crate) fn send_in_pieces(self: &Arc<Self>, responder: Responder, source: FileSource) {
+    pub(crate) fn send_in_pieces(
+        self: &Arc<Self>,
+        responder: RequestResponder,
+        source: FileSource,
+    ) {
         let connection = Arc::clone(self);
         self.with_room(responder, PIECE_COST, move |responder| {
             responder.send_in_pieces(&connection, source);
@@ -194,9 +198,9 @@ impl Connection {
     /// thread.
     pub(crate) fn with_room(
         self: &Arc<Self>,
-        mut responder: Responder,
+        mut responder: RequestResponder,
         bytes: usize,
-        work: impl FnOnce(Responder) + Send + 'static,
+        work: impl FnOnce(RequestResponder) + Send + 'static,
     ) {
         if responder.try_reserve(bytes) {
             return work(responder);
@@ -214,9 +218,12 @@ impl Connection {
     }
 
     /// Counts a request as waiting instead of processed, so that it does not delay other requests.
-    pub(crate) fn wait(self: &Arc<Self>, responder: &mut Responder) -> Result<Waiting, ApiError> {
+    pub(crate) fn wait(
+        self: &Arc<Self>,
+        responder: &mut RequestResponder,
+    ) -> Result<WaitingRequest, ApiError> {
         let limit = self.server.config().max_waiting_requests;
-        let waiting = Waiting(Arc::clone(self));
+        let waiting = WaitingRequest(Arc::clone(self));
         if self.waiting.fetch_add(1, Ordering::Relaxed) >= limit {
             let message = format!("limit of {limit} waiting requests per connection reached");
             return Err(ApiError::invalid_request(message));
@@ -230,9 +237,9 @@ impl Connection {
 
 /// A request that waits for an event; counted until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Waiting(Arc<Connection>);
+pub(crate) struct WaitingRequest(Arc<Connection>);
 
-impl Drop for Waiting {
+impl Drop for WaitingRequest {
     fn drop(&mut self) {
         self.0.waiting.fetch_sub(1, Ordering::Relaxed);
     }
@@ -240,28 +247,28 @@ impl Drop for Waiting {
 
 /// Sends the response of one request to its client.
 #[derive(Debug)]
-pub(crate) struct Responder {
+pub(crate) struct RequestResponder {
     id: RequestId,
     outbox: Arc<Outbox>,
-    backlog: Arc<Backlog>,
+    backlog: Arc<InputBacklog>,
     /// Whether each request is finished before the next one is read.
     serial: bool,
     /// The permit to be processed, from `Connection::slots`.
     slot: Option<OwnedSemaphorePermit>,
     /// Memory for the response, from the budget of the server.
-    reserved: Option<Share>,
+    reserved: Option<BudgetShare>,
     /// The stdin data of this request, counted in the backlog.
-    unwritten: Option<backlog::Share>,
+    unwritten: Option<backlog::WaitingWrite>,
     /// The method of the request; `since` is when it arrived.
     method: MethodIndex,
     since: Instant,
     /// The exporter for traces and the trace context of the request.
-    trace: Option<Box<(Tracer, Context)>>,
+    trace: Option<Box<(Tracer, TraceContext)>>,
     /// The response is an error.
     failed: bool,
 }
 
-impl Responder {
+impl RequestResponder {
     /// Sends a result or an error.
     pub(crate) fn send<R: Serialize>(self, result: Result<R, ApiError>) {
         match result {
@@ -307,7 +314,7 @@ impl Responder {
         if let Some(reserved) = &mut reserved {
             reserved.shrink(message.len());
         }
-        self.outbox.push(Reply {
+        self.outbox.push(OutMessage {
             message,
             _reserved: reserved,
         });
@@ -344,7 +351,8 @@ impl Responder {
         };
         self.count();
         let place = (&connection.lane, &connection.closed);
-        let pieces = Pieces::new(place, &self.outbox, head, source, self.reserved.take());
+        let pieces =
+            PiecewiseResponse::new(place, &self.outbox, head, source, self.reserved.take());
         self.outbox.push_pieces(pieces);
     }
 
@@ -363,7 +371,7 @@ impl Responder {
         });
     }
 
-    /// Like [`Responder::send_result`]; if `write` fails, sends its error. Returns whether it
+    /// Like [`RequestResponder::send_result`]; if `write` fails, sends its error. Returns whether it
     /// succeeded.
     pub(crate) fn try_send_result(
         self,
@@ -443,13 +451,13 @@ fn too_large(bytes: usize) -> ApiError {
 
 /// Serves one connection until it ends.
 pub(crate) async fn serve(
-    server: Server,
+    server: ExecServer,
     link: Link,
     name: String,
-    lifetime: Lifetime,
-    admission: Admission,
+    lifetime: SessionLifetime,
+    admission: AdmittedConnection,
 ) {
-    let Admission {
+    let AdmittedConnection {
         identity,
         withdrawn,
     } = admission;
@@ -461,8 +469,8 @@ pub(crate) async fn serve(
     let closed = CancellationToken::new();
     let answers = server.answers().account(&identity.name, closed.clone());
     let outbox = Arc::new(Outbox::new(Arc::clone(server.metrics()), answers));
-    let lane = Lane::new(server.files());
-    let handles = Handles::new(server.with_files());
+    let lane = FileLane::new(server.files());
+    let handles = FileHandles::new(server.with_files());
     let concurrent_requests = server.config().concurrent_requests.max(1);
     let connection = Arc::new(Connection {
         slots: Arc::new(Semaphore::new(concurrent_requests)),
@@ -470,14 +478,14 @@ pub(crate) async fn serve(
         server,
         outbox: Arc::clone(&outbox),
         closed: closed.clone(),
-        heard: Arc::new(Heard::new()),
+        heard: Arc::new(LastActivity::new()),
         asks: Arc::default(),
         handles,
         lane,
-        requests: Requests::default(),
-        searches: Searches::default(),
+        requests: HttpRequests::default(),
+        searches: ConnectionSearches::default(),
         discoveries: Arc::new(Semaphore::new(1)),
-        watches: Watches::default(),
+        watches: ConnectionWatches::default(),
         waiting: AtomicUsize::new(0),
         backlog: Arc::default(),
         lifetime,
@@ -492,27 +500,27 @@ pub(crate) async fn serve(
         .server
         .unfinished()
         .account(&connection.identity.name, closed.clone());
-    incoming.limit_by(Unfinished::new(unfinished));
+    incoming.limit_by(IncompleteMessageBudget::new(unfinished));
     let mut writer = Box::pin(async move {
         if let Err(error) = outbox::write(&outbox, outgoing).await {
             tracing::debug!(%error, "cannot write to the connection");
         }
         closed.cancel();
     });
-    let mut reader = Reader {
+    let mut reader = ConnectionReader {
         connection: Arc::clone(&connection),
         incoming,
         keepalive,
         name,
-        ahead: Ahead::default(),
+        ahead: DeferredMessages::default(),
     };
-    let mut phase = Phase::New;
+    let mut phase = HandshakePhase::New;
     let (end, writer) = {
         let mut run = std::pin::pin!(async {
             tokio::select! {
                 biased;
                 end = reader.run(&mut phase) => end,
-                reason = authorization_ends(expires, withdrawn) => End::Unauthorized(reason),
+                reason = authorization_ends(expires, withdrawn) => ConnectionEnd::Unauthorized(reason),
             }
         });
         // Polls reader and writer once before the writer gets its own task, because the client
@@ -541,28 +549,28 @@ pub(crate) async fn serve(
     // No response of the client will be read any more.
     connection.asks.close();
     tracing::info!(peer = reader.name, ?end, "connection closed");
-    if matches!(end, End::Eof) && lifetime == Lifetime::Connection {
+    if matches!(end, ConnectionEnd::Eof) && lifetime == SessionLifetime::Connection {
         // Over pipes the peer may still read, so it gets the responses to requests sent before the
         // end.
         let all = u32::try_from(connection.concurrent_requests).unwrap_or(1);
         let _ = tokio::time::timeout(FAREWELL, connection.slots.acquire_many(all)).await;
     }
-    Handles::close_all(&connection);
+    FileHandles::close_all(&connection);
     // A peer that ended the connection without a close frame gets none.
-    let silent = pings && matches!(end, End::Eof) && !reader.incoming.said_goodbye();
+    let silent = pings && matches!(end, ConnectionEnd::Eof) && !reader.incoming.said_goodbye();
     let going_away = || (!silent).then(|| (close_code::GOING_AWAY, String::new()));
     match end {
-        End::Lost => {}
-        End::Eof | End::Told => {
+        ConnectionEnd::Lost => {}
+        ConnectionEnd::Eof | ConnectionEnd::Told => {
             connection.outbox.finish(going_away());
             let _ = tokio::time::timeout(FAREWELL, connection.closed.cancelled()).await;
         }
-        End::Unauthorized(reason) => {
+        ConnectionEnd::Unauthorized(reason) => {
             let farewell = (close_code::POLICY_VIOLATION, reason.to_owned());
             connection.outbox.finish(Some(farewell));
             let _ = tokio::time::timeout(SHORT_FAREWELL, connection.closed.cancelled()).await;
         }
-        End::Broken(farewell) => {
+        ConnectionEnd::Broken(farewell) => {
             connection.outbox.finish(Some(farewell));
             // Waits until the peer has read the reason and has closed the connection: it may still
             // be sending a large message.
@@ -578,7 +586,7 @@ pub(crate) async fn serve(
         connection
             .server
             .detach(session, &connection.outbox, lifetime);
-        if lifetime == Lifetime::Connection {
+        if lifetime == SessionLifetime::Connection {
             connection.server.end_session(session).await;
         }
     }
@@ -586,13 +594,13 @@ pub(crate) async fn serve(
 
 /// Why a connection ended.
 #[derive(Debug)]
-enum End {
+enum ConnectionEnd {
     /// The peer has closed its side.
     Eof,
     /// The connection failed, or the peer did not answer pings.
     Lost,
     /// The peer violated the websocket protocol; the code and the reason of the close frame.
-    Broken(Farewell),
+    Broken(CloseReason),
     /// The server is shutting down, or another connection has taken over the session.
     Told,
     /// The client's token has expired or was revoked; the reason for the close frame.
@@ -627,25 +635,25 @@ async fn authorization_ends(
 /// response would wait until all its messages are processed.
 const TURN_BYTES: usize = 192 * 1024;
 
-struct Reader {
+struct ConnectionReader {
     connection: Arc<Connection>,
-    incoming: Incoming,
+    incoming: LinkReceiver,
     keepalive: Option<Keepalive>,
     /// The name of the peer, for log messages.
     name: String,
-    ahead: Ahead,
+    ahead: DeferredMessages,
 }
 
 /// Messages that arrived before a response of the client and have not been processed yet.
 #[derive(Debug, Default)]
-struct Ahead {
+struct DeferredMessages {
     messages: VecDeque<String>,
     bytes: usize,
     /// The peer has closed its side; no more messages will arrive.
     ended: bool,
 }
 
-impl Ahead {
+impl DeferredMessages {
     fn has_room(&self) -> bool {
         !self.ended && self.messages.len() < MAX_AHEAD && self.bytes < MAX_AHEAD_BYTES
     }
@@ -662,8 +670,8 @@ impl Ahead {
     }
 }
 
-impl Reader {
-    async fn run(&mut self, phase: &mut Phase) -> End {
+impl ConnectionReader {
+    async fn run(&mut self, phase: &mut HandshakePhase) -> ConnectionEnd {
         let closing = self.connection.server.closing().clone();
         let closed = self.connection.closed.clone();
         let metrics = Arc::clone(self.connection.server.metrics());
@@ -687,12 +695,12 @@ impl Reader {
                 }
             }
             let wake = match self.keepalive.as_mut().map(|k| k.poll(Instant::now())) {
-                Some(Action::GiveUp) => return End::Lost,
-                Some(Action::Ping) => {
+                Some(KeepaliveAction::GiveUp) => return ConnectionEnd::Lost,
+                Some(KeepaliveAction::Ping) => {
                     self.connection.outbox.ping();
                     continue;
                 }
-                Some(Action::Wait(until)) => {
+                Some(KeepaliveAction::Wait(until)) => {
                     // Each message moves the deadline. A timer that fires too early costs less than
                     // setting it again each time.
                     if alarm.is_elapsed() || alarm.deadline() > until.into() {
@@ -707,19 +715,19 @@ impl Reader {
             // read ahead.
             let pending = self.connection.asks.is_pending();
             if closed.is_cancelled() {
-                return End::Lost;
+                return ConnectionEnd::Lost;
             }
             if closing.is_cancelled() {
-                return End::Told;
+                return ConnectionEnd::Told;
             }
             let slot = tokio::select! {
                 biased;
                 slot = next_slot(&self.connection) => slot,
-                () = closed.cancelled() => return End::Lost,
-                () = closing.cancelled() => return End::Told,
+                () = closed.cancelled() => return ConnectionEnd::Lost,
+                () = closing.cancelled() => return ConnectionEnd::Told,
                 event = self.incoming.recv(), if pending && self.ahead.has_room() => {
                     let event = match event {
-                        Ok(Some(Event::Message(text))) => {
+                        Ok(Some(LinkEvent::Message(text))) => {
                             self.connection.heard.now();
                             if !answer(&self.connection, text) {
                                 self.ahead.push(text);
@@ -730,7 +738,7 @@ impl Reader {
                     };
                     match control(&self.connection, &self.name, event) {
                         // Messages that arrived earlier are answered first.
-                        Some(End::Eof) => self.ahead.ended = true,
+                        Some(ConnectionEnd::Eof) => self.ahead.ended = true,
                         Some(end) => return end,
                         None => {}
                     }
@@ -744,13 +752,13 @@ impl Reader {
                 continue;
             }
             if self.ahead.ended {
-                return End::Eof;
+                return ConnectionEnd::Eof;
             }
             let event = tokio::select! {
                 biased;
                 event = self.incoming.recv_shared() => event,
-                () = closed.cancelled() => return End::Lost,
-                () = closing.cancelled() => return End::Told,
+                () = closed.cancelled() => return ConnectionEnd::Lost,
+                () = closing.cancelled() => return ConnectionEnd::Told,
                 () = &mut alarm, if wake => continue,
             };
             self.connection.heard.now();
@@ -758,7 +766,7 @@ impl Reader {
                 keepalive.heard(Instant::now());
             }
             match event {
-                Ok(Some((Event::Message(text), shared))) => {
+                Ok(Some((LinkEvent::Message(text), shared))) => {
                     turn += text.len();
                     let message = (text, shared);
                     receive(&self.connection, phase, &self.name, message, slot);
@@ -787,26 +795,29 @@ impl Reader {
 fn control(
     connection: &Connection,
     name: &str,
-    event: Result<Option<Event<'_>>, LinkError>,
-) -> Option<End> {
+    event: Result<Option<LinkEvent<'_>>, LinkError>,
+) -> Option<ConnectionEnd> {
     match event {
-        Ok(Some(Event::Message(_) | Event::Pong)) => {}
-        Ok(Some(Event::NotText)) => {
+        Ok(Some(LinkEvent::Message(_) | LinkEvent::Pong)) => {}
+        Ok(Some(LinkEvent::NotText)) => {
             refuse(connection, &malformed(name, "message is not UTF-8"));
         }
-        Ok(Some(Event::Ping(payload))) => connection.outbox.pong(payload),
-        Ok(None) => return Some(End::Eof),
+        Ok(Some(LinkEvent::Ping(payload))) => connection.outbox.pong(payload),
+        Ok(None) => return Some(ConnectionEnd::Eof),
         Err(LinkError::Frame(error)) => {
             tracing::warn!(peer = name, %error, "peer broke the protocol");
-            return Some(End::Broken((error.close_code(), error.to_string())));
+            return Some(ConnectionEnd::Broken((
+                error.close_code(),
+                error.to_string(),
+            )));
         }
         Err(LinkError::Io(error)) => {
             tracing::debug!(peer = name, %error, "connection failed");
-            return Some(End::Lost);
+            return Some(ConnectionEnd::Lost);
         }
         Err(error) => {
             tracing::warn!(peer = name, %error, "closing the connection: protocol error");
-            return Some(End::Lost);
+            return Some(ConnectionEnd::Lost);
         }
     }
     None
@@ -820,7 +831,7 @@ fn answer(connection: &Connection, text: &str) -> bool {
         Ok(Message::Error { id, .. }) => connection.asks.settle(&id, None),
         _ => return false,
     };
-    settled == Settled::Known
+    settled == AnsweredRequest::Known
 }
 
 /// Yields once to the tasks that were woken before, without polling the IO driver.
@@ -861,7 +872,7 @@ fn refuse(connection: &Connection, message: &str) {
     let mut out = Vec::new();
     let encoded = envelope::encode_error(&mut out, &RequestId::NONE, &error.into());
     debug_assert!(encoded.is_ok(), "an error with a text always serialises");
-    connection.outbox.push(Reply {
+    connection.outbox.push(OutMessage {
         message: out,
         _reserved: None,
     });
@@ -870,7 +881,7 @@ fn refuse(connection: &Connection, message: &str) {
 /// Processes a message; `shared` is the buffer that contains the text, if it can be kept.
 fn receive(
     connection: &Arc<Connection>,
-    phase: &mut Phase,
+    phase: &mut HandshakePhase,
     name: &str,
     (text, shared): (&str, Option<&Bytes>),
     slot: Option<OwnedSemaphorePermit>,
@@ -885,12 +896,12 @@ fn receive(
         }) => {
             let tracer = connection.server.tracer();
             let trace = tracer.and_then(|tracer| {
-                let context = Context::of(trace.as_ref())?;
+                let context = TraceContext::of(trace.as_ref())?;
                 Some(Box::new((tracer.clone(), context)))
             });
             tracing::debug!(peer = name, request = %id, method = &*method, "request");
-            let named = Named::of(&method);
-            let responder = Responder {
+            let named = RequestedMethod::of(&method);
+            let responder = RequestResponder {
                 id,
                 outbox: Arc::clone(&connection.outbox),
                 backlog: Arc::clone(&connection.backlog),
@@ -903,7 +914,7 @@ fn receive(
                 trace,
                 failed: false,
             };
-            let params = Raw {
+            let params = RawParams {
                 text: params,
                 shared,
             };
@@ -922,7 +933,7 @@ fn receive(
 /// Processes a response of the client. If no request has its id, sends an error and keeps the
 /// connection open.
 fn answered(connection: &Connection, id: &RequestId, result: Option<&str>) {
-    if connection.asks.settle(id, result) == Settled::Stray {
+    if connection.asks.settle(id, result) == AnsweredRequest::Stray {
         let message = format!("no request of this server has the id {id}");
         refuse(connection, &message);
     }
@@ -941,6 +952,6 @@ impl Connection {
 
     /// Whether the session waits for the client to reconnect after the connection ends.
     pub(crate) fn is_resumable(&self) -> bool {
-        self.lifetime == Lifetime::Resumable
+        self.lifetime == SessionLifetime::Resumable
     }
 }

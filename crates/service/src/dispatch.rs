@@ -8,26 +8,27 @@ use std::sync::Arc;
 use bytes::Bytes;
 use exec_server_protocol::fs::FsMethod;
 use exec_server_protocol::session::{self, Initialized};
-use exec_server_protocol::table::Named;
+use exec_server_protocol::table::RequestedMethod;
 use exec_server_protocol::{
-    MethodId, Notification as _, ServedMethod, capability, command, environment, fs, http, process,
+    MethodId, NotificationMethod as _, ServedMethod, capability, command, environment, fs, http,
+    process,
 };
 
 use crate::ApiError;
-use crate::connection::{Connection, Phase, Responder};
+use crate::connection::{Connection, HandshakePhase, RequestResponder};
 use crate::session::Session;
 use crate::{methods, scope};
 
 /// A request that has passed the checks of scope and handshake.
-pub(crate) struct Call<'a> {
+pub(crate) struct CheckedRequest<'a> {
     pub(crate) connection: &'a Arc<Connection>,
     pub(crate) session: Arc<Session>,
-    pub(crate) responder: Responder,
+    pub(crate) responder: RequestResponder,
 }
 
 /// The undecoded params of a request.
 #[derive(Clone, Copy)]
-pub(crate) struct Raw<'a> {
+pub(crate) struct RawParams<'a> {
     /// The JSON text, if the request has params.
     pub(crate) text: Option<&'a str>,
     /// The buffer that contains the text, if it can be kept.
@@ -35,12 +36,12 @@ pub(crate) struct Raw<'a> {
 }
 
 /// A request whose params are not decoded yet.
-struct Asked<'a> {
+struct UndecodedRequest<'a> {
     method: MethodId,
     connection: &'a Arc<Connection>,
-    phase: &'a mut Phase,
-    params: Raw<'a>,
-    responder: Responder,
+    phase: &'a mut HandshakePhase,
+    params: RawParams<'a>,
+    responder: RequestResponder,
 }
 
 /// Checks a request and calls the function of its method.
@@ -49,10 +50,10 @@ struct Asked<'a> {
 /// Unknown methods and invalid params are refused before the handshake is checked.
 pub(crate) fn request(
     connection: &Arc<Connection>,
-    phase: &mut Phase,
-    named: Named<'_>,
-    params: Raw<'_>,
-    responder: Responder,
+    phase: &mut HandshakePhase,
+    named: RequestedMethod<'_>,
+    params: RawParams<'_>,
+    responder: RequestResponder,
 ) {
     // Checks the scopes of the method before the params are decoded, so that a client without them
     // causes no further work.
@@ -60,15 +61,17 @@ pub(crate) fn request(
         return responder.send_error(error);
     }
     let method = match named {
-        Named::Served(method) => method,
-        Named::NotOffered(method) => {
+        RequestedMethod::Served(method) => method,
+        RequestedMethod::NotOffered(method) => {
             let refused = phase.ready(method.family).err();
             let unknown = || ApiError::method_not_found(method.name);
             return responder.send_error(refused.unwrap_or_else(unknown));
         }
-        Named::Unknown(name) => return responder.send_error(ApiError::method_not_found(name)),
+        RequestedMethod::Unknown(name) => {
+            return responder.send_error(ApiError::method_not_found(name));
+        }
     };
-    let asked = Asked {
+    let asked = UndecodedRequest {
         method,
         connection,
         phase,
@@ -148,9 +151,9 @@ pub(crate) fn request(
     }
 }
 
-impl<'a> Asked<'a> {
+impl<'a> UndecodedRequest<'a> {
     /// Decodes the params and calls `function`, which sends the response.
-    fn run<M: ServedMethod>(self, function: impl FnOnce(Call<'a>, M::Params)) {
+    fn run<M: ServedMethod>(self, function: impl FnOnce(CheckedRequest<'a>, M::Params)) {
         match self.decode::<M>() {
             Ok(params) => self.admit::<M>(params, |call, _, params| function(call, params)),
             Err(error) => self.responder.send_error(error),
@@ -176,7 +179,7 @@ impl<'a> Asked<'a> {
     fn admit<M: ServedMethod>(
         self,
         params: M::Params,
-        function: impl FnOnce(Call<'a>, &mut Phase, M::Params),
+        function: impl FnOnce(CheckedRequest<'a>, &mut HandshakePhase, M::Params),
     ) {
         let session = match self.phase.ready(M::ID.row().family.unwrap_or_default()) {
             Ok(session) => session,
@@ -187,7 +190,7 @@ impl<'a> Asked<'a> {
         {
             audit.changed(&self.connection.identity, M::NAME, change);
         }
-        let call = Call {
+        let call = CheckedRequest {
             connection: self.connection,
             session,
             responder: self.responder,
@@ -197,14 +200,16 @@ impl<'a> Asked<'a> {
 }
 
 /// Handles a notification. The caller reports an error to the peer; the connection stays open.
-pub(crate) fn notification(phase: &mut Phase, method: &str) -> Result<(), String> {
+pub(crate) fn notification(phase: &mut HandshakePhase, method: &str) -> Result<(), String> {
     if method != Initialized::NAME {
         return Err(format!("unexpected notification `{method}`"));
     }
     match std::mem::take(phase) {
-        Phase::New => Err("client must call initialize before sending initialized".to_owned()),
-        Phase::Initialized(session) | Phase::Ready(session) => {
-            *phase = Phase::Ready(session);
+        HandshakePhase::New => {
+            Err("client must call initialize before sending initialized".to_owned())
+        }
+        HandshakePhase::Initialized(session) | HandshakePhase::Ready(session) => {
+            *phase = HandshakePhase::Ready(session);
             Ok(())
         }
     }

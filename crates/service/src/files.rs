@@ -34,38 +34,38 @@ const IDLE: Duration = Duration::from_secs(10);
 /// Delay before the next attempt when the system cannot create a thread.
 const RETRY: Duration = Duration::from_millis(100);
 
-type Job = Box<dyn FnOnce() + Send>;
+type FileJob = Box<dyn FnOnce() + Send>;
 
 /// The thread pool for file operations of all connections; cheap to clone.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct FileThreads {
-    shared: Arc<Shared>,
+    shared: Arc<FileThreadsShared>,
 }
 
 #[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
+struct FileThreadsShared {
+    state: Mutex<FileThreadsState>,
     /// Signals that `turns` has an entry.
     turn: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    turns: VecDeque<Turn>,
+struct FileThreadsState {
+    turns: VecDeque<LaneTurn>,
     idle: usize,
     threads: usize,
 }
 
 /// Work of one thread on a lane: first this job, then all queued jobs of the lane.
-struct Turn {
-    lane: Arc<Lane>,
-    first: Option<Job>,
+struct LaneTurn {
+    lane: Arc<FileLane>,
+    first: Option<FileJob>,
 }
 
-impl std::fmt::Debug for Shared {
+impl std::fmt::Debug for FileThreadsShared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let state = self.state.lock();
-        f.debug_struct("Shared")
+        f.debug_struct("FileThreadsShared")
             .field("threads", &state.threads)
             .field("idle", &state.idle)
             .field("turns", &state.turns.len())
@@ -73,9 +73,9 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-impl Shared {
+impl FileThreadsShared {
     /// Assigns a turn to an idle thread, or to a new one.
-    fn take_on(self: &Arc<Self>, turn: Turn) {
+    fn take_on(self: &Arc<Self>, turn: LaneTurn) {
         let runtime = turn.lane.runtime.clone();
         let mut state = self.state.lock();
         state.turns.push_back(turn);
@@ -134,15 +134,15 @@ impl Shared {
 }
 
 /// Queue of the file operations of one connection.
-pub(crate) struct Lane {
-    threads: Arc<Shared>,
+pub(crate) struct FileLane {
+    threads: Arc<FileThreadsShared>,
     runtime: Handle,
-    state: Mutex<LaneState>,
+    state: Mutex<FileLaneState>,
 }
 
 #[derive(Default)]
-struct LaneState {
-    waiting: VecDeque<Job>,
+struct FileLaneState {
+    waiting: VecDeque<FileJob>,
     /// Threads that drain the lane.
     at_work: usize,
     /// Number of jobs started since the lane was created.
@@ -151,17 +151,17 @@ struct LaneState {
     watched: bool,
 }
 
-impl std::fmt::Debug for Lane {
+impl std::fmt::Debug for FileLane {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let state = self.state.lock();
-        f.debug_struct("Lane")
+        f.debug_struct("FileLane")
             .field("waiting", &state.waiting.len())
             .field("at_work", &state.at_work)
             .finish()
     }
 }
 
-impl Lane {
+impl FileLane {
     /// Creates a lane of this pool; must be called inside the runtime.
     pub(crate) fn new(threads: &FileThreads) -> Arc<Self> {
         Arc::new(Self {
@@ -205,8 +205,8 @@ impl Lane {
         }
     }
 
-    fn take_on(self: &Arc<Self>, first: Option<Job>) {
-        self.threads.take_on(Turn {
+    fn take_on(self: &Arc<Self>, first: Option<FileJob>) {
+        self.threads.take_on(LaneTurn {
             lane: Arc::clone(self),
             first,
         });
@@ -245,7 +245,7 @@ impl Lane {
     }
 
     /// Runs jobs until the queue is empty.
-    fn drain(&self, first: Option<Job>) {
+    fn drain(&self, first: Option<FileJob>) {
         let mut next = first;
         loop {
             if let Some(job) = next.take()
@@ -315,7 +315,7 @@ mod tests {
     #[tokio::test]
     async fn blocked_jobs_delay_neither_their_lane_nor_other_lanes() {
         let threads = FileThreads::default();
-        let (one, other) = (Lane::new(&threads), Lane::new(&threads));
+        let (one, other) = (FileLane::new(&threads), FileLane::new(&threads));
         let (release, stuck) = mpsc::channel::<()>();
         let stuck = Arc::new(Mutex::new(stuck));
         for _ in 0..LANE_THREADS - 1 {
@@ -340,7 +340,7 @@ mod tests {
     #[tokio::test]
     async fn full_lane_continues_after_blocked_jobs_end() {
         let threads = FileThreads::default();
-        let (one, other) = (Lane::new(&threads), Lane::new(&threads));
+        let (one, other) = (FileLane::new(&threads), FileLane::new(&threads));
         let (release, stuck) = mpsc::channel::<()>();
         let stuck = Arc::new(Mutex::new(stuck));
         for _ in 0..LANE_THREADS + 8 {
@@ -369,7 +369,7 @@ mod tests {
 
     #[tokio::test]
     async fn panicking_job_does_not_affect_later_jobs() {
-        let lane = Lane::new(&FileThreads::default());
+        let lane = FileLane::new(&FileThreads::default());
         lane.run(|| panic!("on purpose"));
         assert!(attempt::<()>(|| panic!("on purpose")).is_err());
         let (done, finished) = tokio::sync::oneshot::channel();

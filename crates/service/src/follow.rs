@@ -5,17 +5,17 @@ use std::sync::{Arc, Weak};
 use std::task::{Wake, Waker};
 
 use exec_server_executor::Process;
-use exec_server_executor::log::{Entry, EntryKind, Stream};
+use exec_server_executor::log::{LogEntry, LogEntryKind, OutputStream};
 use exec_server_executor::report;
-use exec_server_protocol::Notification as _;
+use exec_server_protocol::NotificationMethod as _;
 use exec_server_protocol::{chunk, command, envelope, process};
-use exec_server_transport::Outgoing;
+use exec_server_transport::LinkSender;
 
-use crate::outbox::{Feed, Outbox};
+use crate::outbox::{NotificationSource, Outbox};
 
 /// Family of the notifications that report a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Dialect {
+pub(crate) enum NotificationFamily {
     /// `process/*`: output is pushed.
     Process,
     /// `process/exited` and `process/closed` only; the client reads output by request.
@@ -26,16 +26,16 @@ pub(crate) enum Dialect {
 
 /// A cursor on one log that sends the entries to one connection.
 ///
-/// The session's record of the process owns the follower. The log holds a [`FollowerWaker`] with a
+/// The session's record of the process owns the follower. The log holds a [`LogFollowerWaker`] with a
 /// weak reference: the follower owns the process and thereby the log, so a strong reference would
 /// be a cycle and keep all three in memory.
 #[derive(Debug)]
-pub(crate) struct Follower {
+pub(crate) struct LogFollower {
     process: Process,
     /// Wakes this follower; the log holds a clone.
     waker: Waker,
     process_id: String,
-    dialect: Dialect,
+    dialect: NotificationFamily,
     /// The sequence number of the last entry that was sent.
     cursor: AtomicU64,
     /// Whether the follower is in the ready list or is about to be put there.
@@ -48,9 +48,9 @@ pub(crate) struct Follower {
 }
 
 /// Puts a follower into the ready list of its connection, if the follower still exists.
-struct FollowerWaker(Weak<Follower>);
+struct LogFollowerWaker(Weak<LogFollower>);
 
-impl Wake for FollowerWaker {
+impl Wake for LogFollowerWaker {
     fn wake(self: Arc<Self>) {
         if let Some(follower) = self.0.upgrade()
             && !follower.queued.swap(true, Ordering::AcqRel)
@@ -61,22 +61,22 @@ impl Wake for FollowerWaker {
     }
 }
 
-impl Follower {
+impl LogFollower {
     /// Follows the log after `cursor`, or after its current end.
     pub(crate) fn start(
         process: Process,
         process_id: String,
-        dialect: Dialect,
+        dialect: NotificationFamily,
         cursor: Option<u64>,
         outbox: &Arc<Outbox>,
     ) -> Arc<Self> {
         let cursor = cursor.unwrap_or_else(|| process.with_log(|log| log.next_seq() - 1));
-        if dialect != Dialect::ProcessPull {
+        if dialect != NotificationFamily::ProcessPull {
             process.hold(cursor);
         }
         let follower = Arc::new_cyclic(|this| Self {
             process,
-            waker: Waker::from(Arc::new(FollowerWaker(this.clone()))),
+            waker: Waker::from(Arc::new(LogFollowerWaker(this.clone()))),
             process_id,
             dialect,
             cursor: AtomicU64::new(cursor),
@@ -94,18 +94,18 @@ impl Follower {
         self.finished.load(Ordering::Relaxed)
     }
 
-    fn push_process(&self, entry: &Entry, outgoing: &mut Outgoing) {
+    fn push_process(&self, entry: &LogEntry, outgoing: &mut LinkSender) {
         let seq = entry.seq;
         match &entry.kind {
-            EntryKind::Output(stream, bytes) => {
+            LogEntryKind::Output(stream, bytes) => {
                 push_chunk(outgoing, &self.process_id, Some(seq), stream.name(), bytes);
             }
-            EntryKind::Exited(exit) => push(
+            LogEntryKind::Exited(exit) => push(
                 outgoing,
                 process::Exited::NAME,
                 &report::exited(&self.process_id, seq, exit),
             ),
-            EntryKind::Closed(close) => push(
+            LogEntryKind::Closed(close) => push(
                 outgoing,
                 process::Closed::NAME,
                 &report::closed(&self.process_id, seq, close),
@@ -113,24 +113,24 @@ impl Follower {
         }
     }
 
-    fn push_command(&self, entry: &Entry, outgoing: &mut Outgoing) {
+    fn push_command(&self, entry: &LogEntry, outgoing: &mut LinkSender) {
         match &entry.kind {
-            EntryKind::Output(stream, bytes) => {
+            LogEntryKind::Output(stream, bytes) => {
                 // A terminal has one stream, which the first protocol generation calls stdout.
-                let name = if *stream == Stream::Stderr {
+                let name = if *stream == OutputStream::Stderr {
                     "stderr"
                 } else {
                     "stdout"
                 };
                 push_chunk(outgoing, &self.process_id, None, name, bytes);
             }
-            EntryKind::Exited(exit) => {
+            LogEntryKind::Exited(exit) => {
                 self.exit_code
                     .store(i64::from(exit.code).cast_unsigned(), Ordering::Relaxed);
             }
-            EntryKind::Closed(_) => {
+            LogEntryKind::Closed(_) => {
                 let code = self.exit_code.load(Ordering::Relaxed).cast_signed();
-                let params = command::ExitedParams {
+                let params = command::ExecExitedParams {
                     process_id: self.process_id.clone(),
                     exit_code: i32::try_from(code).unwrap_or(-1),
                 };
@@ -140,8 +140,8 @@ impl Follower {
     }
 }
 
-impl Feed for Follower {
-    fn pull(self: Arc<Self>, outgoing: &mut Outgoing) -> bool {
+impl NotificationSource for LogFollower {
+    fn pull(self: Arc<Self>, outgoing: &mut LinkSender) -> bool {
         self.queued.store(false, Ordering::Release);
         let cursor = self.cursor.load(Ordering::Relaxed);
         let entry = self.process.follow(&self.waker, |log| {
@@ -149,11 +149,11 @@ impl Feed for Follower {
             loop {
                 let entry = log.entry_after(cursor)?;
                 cursor = entry.seq;
-                let unwanted = self.dialect == Dialect::ProcessPull
-                    && matches!(entry.kind, EntryKind::Output(..));
+                let unwanted = self.dialect == NotificationFamily::ProcessPull
+                    && matches!(entry.kind, LogEntryKind::Output(..));
                 if !unwanted {
                     let entry = entry.clone();
-                    if self.dialect != Dialect::ProcessPull {
+                    if self.dialect != NotificationFamily::ProcessPull {
                         log.advance(cursor);
                     }
                     return Some(entry);
@@ -162,19 +162,21 @@ impl Feed for Follower {
         });
         let Some(entry) = entry else { return false };
         self.cursor.store(entry.seq, Ordering::Relaxed);
-        if matches!(entry.kind, EntryKind::Closed(_)) {
+        if matches!(entry.kind, LogEntryKind::Closed(_)) {
             self.finished.store(true, Ordering::Relaxed);
         }
         self.queued.store(true, Ordering::Release);
         match self.dialect {
-            Dialect::Command => self.push_command(&entry, outgoing),
-            Dialect::Process | Dialect::ProcessPull => self.push_process(&entry, outgoing),
+            NotificationFamily::Command => self.push_command(&entry, outgoing),
+            NotificationFamily::Process | NotificationFamily::ProcessPull => {
+                self.push_process(&entry, outgoing)
+            }
         }
         true
     }
 }
 
-pub(crate) fn push(outgoing: &mut Outgoing, method: &str, params: &impl serde::Serialize) {
+pub(crate) fn push(outgoing: &mut LinkSender, method: &str, params: &impl serde::Serialize) {
     outgoing.push_message(300, |out| {
         // Serialization of these types cannot fail: they contain no maps with keys that are not
         // strings.
@@ -185,7 +187,7 @@ pub(crate) fn push(outgoing: &mut Outgoing, method: &str, params: &impl serde::S
 
 /// Appends an output notification without serde: the data is encoded once, directly into the frame.
 fn push_chunk(
-    outgoing: &mut Outgoing,
+    outgoing: &mut LinkSender,
     process_id: &str,
     seq: Option<u64>,
     stream: &str,

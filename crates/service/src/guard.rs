@@ -9,15 +9,15 @@ use std::time::{Duration, Instant, SystemTime};
 
 use exec_server_sync::{Mutex, RwLock};
 use exec_server_transport::forwarded::TrustedProxies;
-use exec_server_transport::http::Head;
+use exec_server_transport::http::HttpHead;
 use exec_server_transport::throttle::{Throttle, network};
 use tokio_util::sync::CancellationToken;
 
-use crate::auth::{Auth, AuthError, Identity};
+use crate::auth::{Auth, AuthError, ClientIdentity};
 
 /// Requirements for new connections.
 #[derive(Debug, Clone, Default)]
-pub struct Rules {
+pub struct AdmissionRules {
     /// How clients are authenticated.
     pub auth: Auth,
     /// Origins of web pages that may connect; all others are refused.
@@ -29,27 +29,27 @@ pub struct Rules {
 
 /// Checks new connections; shared by all listeners of a server.
 #[derive(Debug, Default)]
-pub struct Guard {
-    state: RwLock<Arc<State>>,
+pub struct ConnectionGuard {
+    state: RwLock<Arc<GuardState>>,
     throttle: Mutex<Throttle>,
 }
 
 /// The rules, and the connections that were admitted under them.
 #[derive(Debug)]
-struct State {
-    rules: Rules,
+struct GuardState {
+    rules: AdmissionRules,
     /// One token for each of [`Auth::credentials`]: cancelled when the credential is revoked.
     withdrawn: Vec<CancellationToken>,
 }
 
-impl Default for State {
+impl Default for GuardState {
     fn default() -> Self {
-        Self::new(Rules::default())
+        Self::new(AdmissionRules::default())
     }
 }
 
-impl State {
-    fn new(rules: Rules) -> Self {
+impl GuardState {
+    fn new(rules: AdmissionRules) -> Self {
         let count = rules.auth.credentials();
         let withdrawn = std::iter::repeat_with(CancellationToken::new);
         Self {
@@ -61,34 +61,34 @@ impl State {
 
 /// The result of an admitted request: identity and revocation.
 #[derive(Debug)]
-pub(crate) struct Admission {
-    pub(crate) identity: Identity,
+pub(crate) struct AdmittedConnection {
+    pub(crate) identity: ClientIdentity,
     /// Cancelled when the server no longer accepts the credential of the client.
     pub(crate) withdrawn: CancellationToken,
 }
 
 /// Why a request was refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Refusal {
+pub(crate) enum AdmissionRefusal {
     /// The token is missing or invalid.
     Unauthorized(AuthError),
     /// Too many requests from this address had invalid tokens; the time to wait.
     Throttled(Duration),
 }
 
-impl Guard {
+impl ConnectionGuard {
     /// Creates a guard with these rules.
-    pub fn new(rules: Rules) -> Self {
+    pub fn new(rules: AdmissionRules) -> Self {
         Self {
-            state: RwLock::new(Arc::new(State::new(rules))),
+            state: RwLock::new(Arc::new(GuardState::new(rules))),
             throttle: Mutex::default(),
         }
     }
 
     /// Replaces the rules. Closes connections whose credential is no longer accepted or has
     /// different scopes; keeps all others. Changed origins affect only new connections.
-    pub fn set_rules(&self, rules: Rules) {
-        let mut new = State::new(rules);
+    pub fn set_rules(&self, rules: AdmissionRules) {
+        let mut new = GuardState::new(rules);
         let mut state = self.state.write();
         let mut closed = Vec::new();
         for (index, withdrawn) in state.withdrawn.iter().enumerate() {
@@ -104,12 +104,12 @@ impl Guard {
         }
     }
 
-    fn state(&self) -> Arc<State> {
+    fn state(&self) -> Arc<GuardState> {
         Arc::clone(&self.state.read())
     }
 
     /// Whether the origin of a request is allowed. Browsers always send one.
-    pub(crate) fn allows_origin(&self, head: &Head) -> bool {
+    pub(crate) fn allows_origin(&self, head: &HttpHead) -> bool {
         let state = self.state();
         head.headers_named("origin").all(|origin| {
             state
@@ -122,10 +122,14 @@ impl Guard {
 
     /// Authenticates the client of a request. A valid token is accepted regardless of how many
     /// invalid ones came from the same address: only failures are throttled.
-    pub(crate) fn admit(&self, head: &Head, from: Option<IpAddr>) -> Result<Admission, Refusal> {
+    pub(crate) fn admit(
+        &self,
+        head: &HttpHead,
+        from: Option<IpAddr>,
+    ) -> Result<AdmittedConnection, AdmissionRefusal> {
         let state = self.state();
         match state.rules.auth.find(head, SystemTime::now()) {
-            Ok((identity, index)) => Ok(Admission {
+            Ok((identity, index)) => Ok(AdmittedConnection {
                 identity,
                 // A child token, because connections that share one token would contend for its
                 // lock.
@@ -137,8 +141,8 @@ impl Guard {
                     self.throttle.lock().fail(network(from), Instant::now())
                 };
                 match from.and_then(failed) {
-                    Some(wait) => Err(Refusal::Throttled(wait)),
-                    None => Err(Refusal::Unauthorized(error)),
+                    Some(wait) => Err(AdmissionRefusal::Throttled(wait)),
+                    None => Err(AdmissionRefusal::Unauthorized(error)),
                 }
             }
         }
@@ -154,15 +158,15 @@ mod tests {
 
     #[test]
     fn origin_is_refused_unless_listed() {
-        let guard = Guard::new(Rules {
+        let guard = ConnectionGuard::new(AdmissionRules {
             allowed_origins: vec!["https://console.example".to_owned()],
-            ..Rules::default()
+            ..AdmissionRules::default()
         });
         let allows = |origins: &[&str]| {
             let header = |value: &&str| ("origin".to_owned(), (*value).to_owned());
-            guard.allows_origin(&Head {
+            guard.allows_origin(&HttpHead {
                 headers: origins.iter().map(header).collect(),
-                ..Head::default()
+                ..HttpHead::default()
             })
         };
         assert!(allows(&[]) && allows(&["https://Console.example"]));
@@ -177,29 +181,29 @@ mod tests {
             assert!(!allows(bad), "{bad:?}");
         }
     }
-    fn head(token: &str) -> Head {
-        Head {
+    fn head(token: &str) -> HttpHead {
+        HttpHead {
             headers: vec![("authorization".to_owned(), format!("Bearer {token}"))],
-            ..Head::default()
+            ..HttpHead::default()
         }
     }
 
-    fn tokens(texts: &[&str]) -> Rules {
+    fn tokens(texts: &[&str]) -> AdmissionRules {
         let token = |text: &&str| CapabilityToken::new(text, &Secret::from(*text), Scopes::ALL);
-        Rules {
+        AdmissionRules {
             auth: Auth::Capability(texts.iter().map(token).collect()),
-            ..Rules::default()
+            ..AdmissionRules::default()
         }
     }
 
     #[test]
     fn valid_token_is_admitted_after_a_thousand_failures_from_its_address() {
-        let guard = Guard::new(tokens(&["good"]));
+        let guard = ConnectionGuard::new(tokens(&["good"]));
         let from = Some(IpAddr::from([192, 0, 2, 1]));
         let mut slowed = 0;
         for attempt in 0..1000 {
             let refusal = guard.admit(&head(&format!("bad-{attempt}")), from);
-            slowed += usize::from(matches!(refusal, Err(Refusal::Throttled(_))));
+            slowed += usize::from(matches!(refusal, Err(AdmissionRefusal::Throttled(_))));
             assert!(refusal.is_err());
             if attempt % 100 == 50 {
                 assert!(guard.admit(&head("good"), from).is_ok(), "{attempt}");
@@ -218,7 +222,7 @@ mod tests {
             head
         };
         for (proxies, expected) in [(&[][..], 0), (&["10.0.0.1"], 100)] {
-            let guard = Guard::new(Rules {
+            let guard = ConnectionGuard::new(AdmissionRules {
                 trusted_proxies: TrustedProxies::parse(proxies.iter().copied()).unwrap(),
                 ..tokens(&["good"])
             });
@@ -226,10 +230,10 @@ mod tests {
                 assert!(guard.admit(&forwarded(1), from).is_err());
             }
             let slowed = guard.admit(&forwarded(1), from);
-            assert!(matches!(slowed, Err(Refusal::Throttled(_))));
+            assert!(matches!(slowed, Err(AdmissionRefusal::Throttled(_))));
             let others = (2..102).filter(|&client| {
                 let refused = guard.admit(&forwarded(client), from);
-                matches!(refused, Err(Refusal::Unauthorized(_)))
+                matches!(refused, Err(AdmissionRefusal::Unauthorized(_)))
             });
             assert_eq!(others.count(), expected);
         }
@@ -237,7 +241,7 @@ mod tests {
 
     #[test]
     fn admission_ends_when_its_token_is_removed_or_changed() {
-        let guard = Guard::new(tokens(&["one", "two"]));
+        let guard = ConnectionGuard::new(tokens(&["one", "two"]));
         let admit = |token: &str| guard.admit(&head(token), None).unwrap().withdrawn;
         let (one, two) = (admit("one"), admit("two"));
         guard.set_rules(tokens(&["three", "two"]));
@@ -246,10 +250,10 @@ mod tests {
         let three = admit("three");
         guard.set_rules(tokens(&["three"]));
         assert!(two.is_cancelled() && !three.is_cancelled());
-        guard.set_rules(Rules::default());
+        guard.set_rules(AdmissionRules::default());
         assert!(three.is_cancelled());
-        let open = guard.admit(&Head::default(), None).unwrap().withdrawn;
-        guard.set_rules(Rules::default());
+        let open = guard.admit(&HttpHead::default(), None).unwrap().withdrawn;
+        guard.set_rules(AdmissionRules::default());
         assert!(!open.is_cancelled());
         guard.set_rules(tokens(&["three"]));
         assert!(open.is_cancelled());

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use exec_server_executor::fs::OpenFile;
-use exec_server_executor::sandbox::files::Files;
+use exec_server_executor::sandbox::files::PolicyFiles;
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::fs::{OpenMode, OpenResult, WriteBlockParams};
 use exec_server_protocol::limits::MAX_FILE_HANDLES;
@@ -18,29 +18,29 @@ use exec_server_protocol::method::Empty;
 use exec_server_sync::Mutex;
 
 use crate::ApiError;
-use crate::connection::{Connection, Responder};
+use crate::connection::{Connection, RequestResponder};
 use crate::files::{attempt, encode_pieces};
 use crate::methods::handle::with_block;
-use crate::server::WithFiles;
+use crate::server::FilesConnection;
 
 /// Table of the open files of one connection.
 #[derive(Debug)]
-pub(crate) struct Handles {
-    table: Mutex<Table>,
+pub(crate) struct FileHandles {
+    table: Mutex<HandleTable>,
 }
 
 #[derive(Debug, Default)]
-struct Table {
-    handles: HashMap<String, Arc<Handle>>,
+struct HandleTable {
+    handles: HashMap<String, Arc<FileHandle>>,
     /// The connection has ended: no call is run any more, and all files are closed.
     ended: bool,
     /// Counts this connection as one with open files; each thread that works on a file holds a
     /// clone.
-    open: Option<Arc<WithFiles>>,
+    open: Option<Arc<FilesConnection>>,
 }
 
 #[derive(Debug)]
-struct Handle {
+struct FileHandle {
     id: String,
     state: Mutex<HandleState>,
 }
@@ -49,26 +49,26 @@ struct Handle {
 struct HandleState {
     /// `None` while the file is opened or in use, and after it was closed.
     file: Option<OpenFile>,
-    calls: VecDeque<Call>,
+    calls: VecDeque<HandleRequest>,
     /// Whether a thread runs the calls, or will as soon as there is memory for the response.
     busy: bool,
 }
 
 /// A request for a file handle, with its responder.
 #[derive(Debug)]
-pub(crate) struct Call {
-    pub(crate) action: Action,
-    pub(crate) responder: Responder,
+pub(crate) struct HandleRequest {
+    pub(crate) action: HandleAction,
+    pub(crate) responder: RequestResponder,
 }
 
 #[derive(Debug)]
-pub(crate) enum Action {
+pub(crate) enum HandleAction {
     Open {
         path: PathBuf,
         mode: OpenMode,
         /// Whether the response contains the identity of the file.
         identity: bool,
-        files: Files,
+        files: PolicyFiles,
     },
     Read {
         offset: u64,
@@ -82,19 +82,19 @@ pub(crate) enum Action {
     },
 }
 
-impl Handles {
-    pub(crate) fn new(open: WithFiles) -> Self {
+impl FileHandles {
+    pub(crate) fn new(open: FilesConnection) -> Self {
         let open = Some(Arc::new(open));
         Self {
-            table: Mutex::new(Table {
+            table: Mutex::new(HandleTable {
                 open,
-                ..Table::default()
+                ..HandleTable::default()
             }),
         }
     }
 
     /// Reserves an id and opens the file.
-    pub(crate) fn open(connection: &Arc<Connection>, id: String, call: Call) {
+    pub(crate) fn open(connection: &Arc<Connection>, id: String, call: HandleRequest) {
         let taken = {
             let mut table = connection.handles.table.lock();
             if table.handles.contains_key(&id) {
@@ -104,7 +104,7 @@ impl Handles {
                     "at most {MAX_FILE_HANDLES} file handles may be open per connection"
                 ))
             } else {
-                let handle = Arc::new(Handle {
+                let handle = Arc::new(FileHandle {
                     id: id.clone(),
                     state: Mutex::default(),
                 });
@@ -121,11 +121,11 @@ impl Handles {
     }
 
     /// Runs a request on an open file, after earlier requests for the same handle.
-    pub(crate) fn call(connection: &Arc<Connection>, id: &str, call: Call) {
+    pub(crate) fn call(connection: &Arc<Connection>, id: &str, call: HandleRequest) {
         let found = {
             let mut table = connection.handles.table.lock();
             match call.action {
-                Action::Close { .. } => table.handles.remove(id),
+                HandleAction::Close { .. } => table.handles.remove(id),
                 _ => table.handles.get(id).cloned(),
             }
         };
@@ -160,8 +160,8 @@ impl Handles {
     }
 }
 
-impl Handle {
-    fn queue(self: Arc<Self>, connection: &Arc<Connection>, call: Call) {
+impl FileHandle {
+    fn queue(self: Arc<Self>, connection: &Arc<Connection>, call: HandleRequest) {
         let mut state = self.state.lock();
         state.calls.push_back(call);
         if std::mem::replace(&mut state.busy, true) {
@@ -204,7 +204,12 @@ impl Handle {
     }
 
     /// Continues with this call when there is memory for its response.
-    fn wait_for_room(self: Arc<Self>, connection: &Arc<Connection>, mut call: Call, bytes: usize) {
+    fn wait_for_room(
+        self: Arc<Self>,
+        connection: &Arc<Connection>,
+        mut call: HandleRequest,
+        bytes: usize,
+    ) {
         let connection = Arc::clone(connection);
         let runtime = connection.lane.runtime().clone();
         runtime.spawn(async move {
@@ -225,12 +230,12 @@ impl Handle {
         &self,
         connection: &Connection,
         file: Option<OpenFile>,
-        call: Call,
+        call: HandleRequest,
     ) -> Option<OpenFile> {
-        let Call { action, responder } = call;
+        let HandleRequest { action, responder } = call;
         match (action, file) {
             (
-                Action::Open {
+                HandleAction::Open {
                     path,
                     mode,
                     identity,
@@ -251,7 +256,7 @@ impl Handle {
                     None
                 }
             },
-            (Action::Read { offset, len }, Some(file)) => {
+            (HandleAction::Read { offset, len }, Some(file)) => {
                 let sent = responder.try_send_result(encoded_len(len) + 32, |out| {
                     out.extend_from_slice(b"{\"chunk\":\"");
                     let read = attempt(|| {
@@ -270,19 +275,19 @@ impl Handle {
                 }
                 Some(file)
             }
-            (Action::Write(params), Some(mut file)) => {
+            (HandleAction::Write(params), Some(mut file)) => {
                 let data = params.chunk.as_slice();
                 let written = attempt(|| Ok(file.write_at(params.offset, data)?));
                 responder.send(written.map(|()| Empty {}));
                 Some(file)
             }
-            (Action::WriteRaw(raw), Some(mut file)) => {
+            (HandleAction::WriteRaw(raw), Some(mut file)) => {
                 let written =
                     attempt(|| with_block(&raw, |offset, data| file.write_at(offset, data)));
                 responder.send(written.map(|()| Empty {}));
                 Some(file)
             }
-            (Action::Close { commit }, Some(file)) => {
+            (HandleAction::Close { commit }, Some(file)) => {
                 let closed = attempt(|| {
                     if commit {
                         file.commit()?;
@@ -295,7 +300,7 @@ impl Handle {
                 None
             }
             (action, None) => {
-                Call { action, responder }.without_file(&self.id);
+                HandleRequest { action, responder }.without_file(&self.id);
                 None
             }
         }
@@ -314,11 +319,11 @@ impl Handle {
     }
 }
 
-impl Call {
+impl HandleRequest {
     /// Approximate size of the response, if it is large; otherwise 0.
     fn answer_bytes(&self) -> usize {
         match self.action {
-            Action::Read { len, .. } => encoded_len(len),
+            HandleAction::Read { len, .. } => encoded_len(len),
             _ => 0,
         }
     }
@@ -326,7 +331,7 @@ impl Call {
     /// Responds to a call on a handle that does not exist.
     fn without_file(self, id: &str) {
         match self.action {
-            Action::Close { .. } => self.responder.send(Ok(Empty {})),
+            HandleAction::Close { .. } => self.responder.send(Ok(Empty {})),
             _ => self
                 .responder
                 .send_error(ApiError::not_found(format!("unknown file handle `{id}`"))),

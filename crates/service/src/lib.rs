@@ -4,14 +4,13 @@
 //! executor. Contains no client code.
 
 mod accept;
-mod asks;
 pub mod audit;
 pub mod auth;
 mod backlog;
 mod budget;
 pub mod config;
 mod connection;
-mod crowd;
+mod connection_limits;
 mod dispatch;
 mod files;
 mod follow;
@@ -23,17 +22,18 @@ pub mod metrics;
 mod network;
 mod outbox;
 mod pieces;
-mod record;
+mod process_audit;
 pub mod remote;
 mod scope;
 mod server;
+mod server_requests;
 mod session;
 mod socket;
 pub mod trace;
 
 pub use config::ExecServerConfig;
 pub use exec_server_engine::ApiError;
-pub use guard::{Guard, Rules};
+pub use guard::{AdmissionRules, ConnectionGuard};
 pub use listen::{DEFAULT_LISTEN_URL, ExecServerListenUrlParseError, ListenUrl, Listener};
 pub use remote::{RemoteEnvironmentConfig, RemoteEnvironmentError, run_remote_environment};
-pub use server::{Lifetime, Server};
+pub use server::{ExecServer, SessionLifetime};

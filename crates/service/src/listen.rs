@@ -12,19 +12,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_sys as sys;
-use exec_server_transport::frame::Role;
-use exec_server_transport::http::{self, Head, Kind};
+use exec_server_transport::frame::WebsocketRole;
+use exec_server_transport::http::{self, HeadKind, HttpHead};
 use exec_server_transport::tls::{Pin, TlsServer};
 use exec_server_transport::{Link, tcp};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream, UnixListener};
 
-use crate::accept::Door;
-use crate::auth::Proof;
-use crate::crowd::Place;
-use crate::guard::{Admission, Guard, Refusal};
+use crate::accept::Acceptor;
+use crate::auth::AuthMethod;
+use crate::connection_limits::CountedConnection;
+use crate::guard::{AdmissionRefusal, AdmittedConnection, ConnectionGuard};
 use crate::metrics::RefusalCause;
-use crate::server::{Lifetime, Server};
+use crate::server::{ExecServer, SessionLifetime};
 use crate::socket;
 
 /// Default address of a server.
@@ -135,9 +135,9 @@ pub enum ListenError {
 /// A bound listening socket.
 #[derive(Debug)]
 pub struct Listener {
-    door: Door,
+    door: Acceptor,
     url: ListenUrl,
-    guard: Arc<Guard>,
+    guard: Arc<ConnectionGuard>,
     tls: Option<Arc<TlsServer>>,
     /// The file of a unix socket, removed with the listener.
     _file: Option<RemoveOnDrop>,
@@ -173,7 +173,10 @@ impl Listener {
         let address = listener.local_addr().map_err(failed)?;
         tune(&listener, address).map_err(failed)?;
         let url = ListenUrl::Websocket(address);
-        let door = listener.into_std().and_then(Door::new).map_err(failed)?;
+        let door = listener
+            .into_std()
+            .and_then(Acceptor::new)
+            .map_err(failed)?;
         Ok(Self::new(door, url, None))
     }
 
@@ -191,7 +194,7 @@ impl Listener {
             listener.set_nonblocking(true).map_err(failed)?;
             let address = listener.local_addr().map_err(failed)?;
             let path = address.as_pathname().unwrap_or(Path::new("")).to_owned();
-            let door = Door::new(listener).map_err(failed)?;
+            let door = Acceptor::new(listener).map_err(failed)?;
             // The process that created the file removes it.
             return Ok(Self::new(door, ListenUrl::Unix(path), None));
         }
@@ -202,11 +205,11 @@ impl Listener {
             return Err(ListenError::Exposed(address));
         }
         tune(&listener, address).map_err(failed)?;
-        let door = Door::new(listener).map_err(failed)?;
+        let door = Acceptor::new(listener).map_err(failed)?;
         Ok(Self::new(door, ListenUrl::Websocket(address), None))
     }
 
-    fn new(door: Door, url: ListenUrl, file: Option<RemoveOnDrop>) -> Self {
+    fn new(door: Acceptor, url: ListenUrl, file: Option<RemoveOnDrop>) -> Self {
         Self {
             door,
             url,
@@ -218,7 +221,7 @@ impl Listener {
 
     /// Uses this guard to authenticate clients.
     #[must_use]
-    pub fn guarded(self, guard: Arc<Guard>) -> Self {
+    pub fn guarded(self, guard: Arc<ConnectionGuard>) -> Self {
         Self { guard, ..self }
     }
 
@@ -256,7 +259,10 @@ impl Listener {
             return Err(failed(error));
         }
         let file = Some(RemoveOnDrop(path.to_owned()));
-        let door = listener.into_std().and_then(Door::new).map_err(failed)?;
+        let door = listener
+            .into_std()
+            .and_then(Acceptor::new)
+            .map_err(failed)?;
         Ok(Self::new(door, url, file))
     }
 
@@ -267,7 +273,7 @@ impl Listener {
 
     /// Accepts connections until the server has shut down. During the shutdown, new connections get
     /// an error response.
-    pub async fn serve(self, server: Server) {
+    pub async fn serve(self, server: ExecServer) {
         let ended = server.ended().clone();
         loop {
             let accepted = tokio::select! {
@@ -288,13 +294,13 @@ impl Listener {
         }
     }
 
-    async fn accept(&self, server: &Server) -> io::Result<()> {
+    async fn accept(&self, server: &ExecServer) -> io::Result<()> {
         let (connection, peer) = self.door.accept().await?;
         let address = peer.map(|peer| peer.ip());
         let Some(place) = server.crowd().enter(address) else {
             return Ok(());
         };
-        let visitor = Visitor {
+        let visitor = AcceptedConnection {
             server: server.clone(),
             guard: Arc::clone(&self.guard),
             name: match peer {
@@ -347,19 +353,19 @@ fn remove_stale(path: &Path) -> io::Result<()> {
 }
 
 /// An accepted connection before its websocket handshake.
-struct Visitor {
-    server: Server,
-    guard: Arc<Guard>,
+struct AcceptedConnection {
+    server: ExecServer,
+    guard: Arc<ConnectionGuard>,
     /// The name of the peer, for log messages.
     name: String,
     address: Option<IpAddr>,
     /// The key of the client certificate, if the client has one.
     certificate: Option<Pin>,
-    place: Place,
+    place: CountedConnection,
 }
 
-impl Visitor {
-    /// Completes the TLS handshake, then calls [`Visitor::handle`].
+impl AcceptedConnection {
+    /// Completes the TLS handshake, then calls [`AcceptedConnection::handle`].
     async fn handle_tls(mut self, tls: Arc<TlsServer>, mut stream: TcpStream) {
         let limit = self.server.config().handshake_timeout;
         let handshake = async {
@@ -394,7 +400,7 @@ impl Visitor {
         W: AsyncWrite + Send + Unpin + 'static,
     {
         let limit = self.server.config().handshake_timeout;
-        let head = http::read_head(&mut reader, Kind::Request);
+        let head = http::read_head(&mut reader, HeadKind::Request);
         let head = match tokio::time::timeout(limit, head).await {
             Ok(Ok(head)) => head,
             Ok(Err(error)) => {
@@ -417,7 +423,7 @@ impl Visitor {
                 // The TLS stream has its own buffer, so it must be flushed.
                 if writer.write_all(answer.as_bytes()).await.is_ok() && writer.flush().await.is_ok()
                 {
-                    let link = Link::websocket(Role::Server, reader, writer, head.rest);
+                    let link = Link::websocket(WebsocketRole::Server, reader, writer, head.rest);
                     let Self {
                         server,
                         name,
@@ -425,7 +431,8 @@ impl Visitor {
                         ..
                     } = self;
                     // Boxed, so that the task of a connection in its handshake stays small.
-                    let served = server.serve_admitted(link, name, Lifetime::Resumable, admission);
+                    let served =
+                        server.serve_admitted(link, name, SessionLifetime::Resumable, admission);
                     Box::pin(served).await;
                     drop(place);
                 }
@@ -439,7 +446,7 @@ impl Visitor {
 
     /// Returns the websocket key and the admission of an upgrade request, or the response to any
     /// other request.
-    fn decide(&self, head: &Head) -> Result<(String, Admission), Vec<u8>> {
+    fn decide(&self, head: &HttpHead) -> Result<(String, AdmittedConnection), Vec<u8>> {
         if !self.guard.allows_origin(head) {
             // The request comes from a web page. Without this check every page could use a server
             // on this machine.
@@ -447,17 +454,17 @@ impl Visitor {
             return Err(response(403, "", None));
         }
         let key = match route(head, self.server.draining().is_cancelled()) {
-            Route::Upgrade(key) => key,
-            Route::Answer(status, body) => return Err(response(status, body, None)),
+            RequestRoute::Upgrade(key) => key,
+            RequestRoute::Answer(status, body) => return Err(response(status, body, None)),
         };
         let admitted = self.guard.admit(head, self.address);
         let mut admission = admitted.map_err(|refusal| match refusal {
-            Refusal::Unauthorized(error) => {
+            AdmissionRefusal::Unauthorized(error) => {
                 let text = error.to_string();
                 self.refuse(error.into(), &text);
                 response(401, &text, None)
             }
-            Refusal::Throttled(wait) => {
+            AdmissionRefusal::Throttled(wait) => {
                 let seconds = wait.as_secs() + 1;
                 let text = format!("too many failures; try again in {seconds} s");
                 self.refuse(RefusalCause::Throttled, &text);
@@ -467,10 +474,10 @@ impl Visitor {
         // A client without a token is identified by its certificate.
         let identity = &mut admission.identity;
         if let Some(pin) = self.certificate
-            && identity.proof == Proof::None
+            && identity.proof == AuthMethod::None
         {
             identity.name = format!("certificate {pin}").into();
-            identity.proof = Proof::Certificate;
+            identity.proof = AuthMethod::Certificate;
         }
         match self.place.refusal() {
             Some(limit) => {
@@ -497,7 +504,7 @@ impl Visitor {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Route {
+enum RequestRoute {
     /// Open a websocket; the value of `Sec-WebSocket-Key`.
     Upgrade(String),
     /// Respond with a status and a text.
@@ -508,24 +515,24 @@ enum Route {
 const ABOUT: &str = "This is an exec-server. It runs commands and serves files over websockets: \
                      exec-server run --url ws://HOST:PORT -- COMMAND\n";
 
-fn route(head: &Head, draining: bool) -> Route {
+fn route(head: &HttpHead, draining: bool) -> RequestRoute {
     match head.path() {
-        "/" if draining => Route::Answer(503, "the server is shutting down"),
-        "/" if head.is_of_browser() => Route::Answer(200, ABOUT),
+        "/" if draining => RequestRoute::Answer(503, "the server is shutting down"),
+        "/" if head.is_of_browser() => RequestRoute::Answer(200, ABOUT),
         "/" => upgrade(head),
         "/healthz" | "/readyz" if head.method != "GET" && head.method != "HEAD" => {
-            Route::Answer(405, "")
+            RequestRoute::Answer(405, "")
         }
-        "/readyz" if draining => Route::Answer(503, ""),
-        "/healthz" | "/readyz" => Route::Answer(200, ""),
-        _ => Route::Answer(404, ""),
+        "/readyz" if draining => RequestRoute::Answer(503, ""),
+        "/healthz" | "/readyz" => RequestRoute::Answer(200, ""),
+        _ => RequestRoute::Answer(404, ""),
     }
 }
 
-fn upgrade(head: &Head) -> Route {
+fn upgrade(head: &HttpHead) -> RequestRoute {
     match head.websocket_key() {
-        Ok(key) => Route::Upgrade(key.to_owned()),
-        Err(reason) => Route::Answer(400, reason),
+        Ok(key) => RequestRoute::Upgrade(key.to_owned()),
+        Err(reason) => RequestRoute::Answer(400, reason),
     }
 }
 
@@ -586,15 +593,15 @@ mod tests {
         assert!("unix://relative".parse::<ListenUrl>().is_err());
     }
 
-    fn head(method: &str, target: &str, headers: &[(&str, &str)]) -> Head {
-        Head {
+    fn head(method: &str, target: &str, headers: &[(&str, &str)]) -> HttpHead {
+        HttpHead {
             method: method.to_owned(),
             target: target.to_owned(),
             headers: headers
                 .iter()
                 .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
                 .collect(),
-            ..Head::default()
+            ..HttpHead::default()
         }
     }
 
@@ -608,45 +615,45 @@ mod tests {
         ];
         assert_eq!(
             route(&head("GET", "/?x=1", &ws), false),
-            Route::Upgrade("k".to_owned())
+            RequestRoute::Upgrade("k".to_owned())
         );
-        let refused = Route::Answer(400, "Connection header did not include 'upgrade'");
+        let refused = RequestRoute::Answer(400, "Connection header did not include 'upgrade'");
         assert_eq!(route(&head("GET", "/", &[]), false), refused);
         let browser = [("accept", "text/html,application/xhtml+xml,*/*;q=0.8")];
         assert_eq!(
             route(&head("GET", "/", &browser), false),
-            Route::Answer(200, ABOUT)
+            RequestRoute::Answer(200, ABOUT)
         );
         assert_eq!(
             route(
                 &head("GET", "/", &[ws.as_slice(), &browser].concat()),
                 false
             ),
-            Route::Upgrade("k".to_owned())
+            RequestRoute::Upgrade("k".to_owned())
         );
         assert_eq!(
             route(&head("GET", "/readyz", &[]), false),
-            Route::Answer(200, "")
+            RequestRoute::Answer(200, "")
         );
         assert_eq!(
             route(&head("GET", "/readyz", &[]), true),
-            Route::Answer(503, "")
+            RequestRoute::Answer(503, "")
         );
         assert_eq!(
             route(&head("HEAD", "/healthz", &[]), true),
-            Route::Answer(200, "")
+            RequestRoute::Answer(200, "")
         );
         assert_eq!(
             route(&head("POST", "/readyz", &[]), false),
-            Route::Answer(405, "")
+            RequestRoute::Answer(405, "")
         );
         assert_eq!(
             route(&head("GET", "/other", &[]), false),
-            Route::Answer(404, "")
+            RequestRoute::Answer(404, "")
         );
         assert!(matches!(
             route(&head("GET", "/", &ws), true),
-            Route::Answer(503, _)
+            RequestRoute::Answer(503, _)
         ));
     }
 

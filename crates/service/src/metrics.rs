@@ -9,15 +9,15 @@ use std::time::Duration;
 use exec_server_executor::log::Exit;
 use exec_server_protocol::MethodId;
 use exec_server_protocol::network::PolicyOutcome;
-use exec_server_protocol::table::{NOT_OFFERED, Named};
-use exec_server_transport::http::{self, Kind};
-use exec_server_transport::metrics::{Counter, Page};
+use exec_server_protocol::table::{NOT_OFFERED, RequestedMethod};
+use exec_server_transport::http::{self, HeadKind};
+use exec_server_transport::metrics::{Counter, PrometheusText};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 
 use crate::auth::AuthError;
 use crate::listen::response;
-use crate::server::Server;
+use crate::server::ExecServer;
 
 /// Upper bounds of the latency buckets: in microseconds, and as the text of the label.
 const BUCKETS: [(u64, &str); 7] = [
@@ -32,7 +32,7 @@ const BUCKETS: [(u64, &str); 7] = [
 
 /// Latency histogram of one method.
 #[derive(Debug, Default)]
-struct Latency {
+struct LatencyHistogram {
     /// Responses by bucket; the last one counts those above all bounds.
     counts: [Counter; BUCKETS.len() + 1],
     micros: Counter,
@@ -58,17 +58,17 @@ impl MethodIndex {
     }
 }
 
-impl From<Named<'_>> for MethodIndex {
-    fn from(named: Named<'_>) -> Self {
+impl From<RequestedMethod<'_>> for MethodIndex {
+    fn from(named: RequestedMethod<'_>) -> Self {
         Self(match named {
-            Named::Served(method) => method as usize,
-            Named::NotOffered(method) => {
+            RequestedMethod::Served(method) => method as usize,
+            RequestedMethod::NotOffered(method) => {
                 let index = NOT_OFFERED
                     .iter()
                     .position(|other| other.name == method.name);
                 MethodId::ALL.len() + index.unwrap_or(NOT_OFFERED.len())
             }
-            Named::Unknown(_) => Self::COUNT - 1,
+            RequestedMethod::Unknown(_) => Self::COUNT - 1,
         })
     }
 }
@@ -103,7 +103,7 @@ impl From<AuthError> for RefusalCause {
 
 /// The counters of one server.
 #[derive(Debug)]
-pub(crate) struct Metrics {
+pub(crate) struct ServerMetrics {
     pub(crate) connections: Counter,
     pub(crate) sessions: Counter,
     pub(crate) received_bytes: Counter,
@@ -118,10 +118,10 @@ pub(crate) struct Metrics {
     network_decisions: [Counter; NETWORK_OUTCOMES.len()],
     exits: [Counter; EXIT_CAUSES.len()],
     refusals: [Counter; REFUSALS.len()],
-    latencies: Vec<Latency>,
+    latencies: Vec<LatencyHistogram>,
 }
 
-impl Default for Metrics {
+impl Default for ServerMetrics {
     fn default() -> Self {
         Self {
             connections: Counter::default(),
@@ -137,13 +137,13 @@ impl Default for Metrics {
             exits: Default::default(),
             refusals: Default::default(),
             latencies: (0..MethodIndex::COUNT)
-                .map(|_| Latency::default())
+                .map(|_| LatencyHistogram::default())
                 .collect(),
         }
     }
 }
 
-impl Metrics {
+impl ServerMetrics {
     pub(crate) fn refused(&self, cause: RefusalCause) {
         self.refusals[cause as usize].add(1);
     }
@@ -184,10 +184,10 @@ impl Metrics {
 }
 
 /// Renders all metrics of a server in the Prometheus text format.
-pub(crate) fn render(server: &Server) -> String {
+pub(crate) fn render(server: &ExecServer) -> String {
     let metrics = server.metrics();
     let executor = server.executor();
-    let mut page = Page::new("exec_server_");
+    let mut page = PrometheusText::new("exec_server_");
     let version = concat!("{version=\"", env!("CARGO_PKG_VERSION"), "\"}");
     page.family("build_info", "gauge", "The version that runs.");
     page.sample("build_info", version, 1);
@@ -305,7 +305,7 @@ pub(crate) fn render(server: &Server) -> String {
     page.into_text()
 }
 
-fn latencies(page: &mut Page, metrics: &Metrics) {
+fn latencies(page: &mut PrometheusText, metrics: &ServerMetrics) {
     const NAME: &str = "request_duration_seconds";
     let used = || {
         (0..MethodIndex::COUNT)
@@ -340,7 +340,7 @@ fn latencies(page: &mut Page, metrics: &Metrics) {
 }
 
 /// Serves `/metrics`, `/healthz` and `/readyz` until the server has shut down.
-pub async fn serve(listener: TcpListener, server: Server) {
+pub async fn serve(listener: TcpListener, server: ExecServer) {
     /// Maximum number of concurrent scrapers; a few are usual.
     const SCRAPERS: usize = 32;
     let slots = std::sync::Arc::new(tokio::sync::Semaphore::new(SCRAPERS));
@@ -364,8 +364,8 @@ pub async fn serve(listener: TcpListener, server: Server) {
     }
 }
 
-async fn answer(mut stream: TcpStream, server: &Server) -> io::Result<()> {
-    let head = http::read_head(&mut stream, Kind::Request).await?;
+async fn answer(mut stream: TcpStream, server: &ExecServer) -> io::Result<()> {
+    let head = http::read_head(&mut stream, HeadKind::Request).await?;
     let readable = head.method == "GET" || head.method == "HEAD";
     let (status, body) = match head.path() {
         // Requests from web pages are refused here too.
@@ -388,7 +388,7 @@ mod tests {
 
     #[test]
     fn known_methods_are_counted_by_name_and_all_others_as_one() {
-        let name = |method| MethodIndex::from(Named::of(method)).name();
+        let name = |method| MethodIndex::from(RequestedMethod::of(method)).name();
         for method in ["capabilities/discoverV2", "initialize", "session/end"] {
             assert_eq!(name(method), method);
         }
@@ -400,8 +400,8 @@ mod tests {
 
     #[tokio::test]
     async fn rendered_page_is_valid_prometheus_text() {
-        let server = Server::new(ExecServerConfig::default()).unwrap();
-        let method = MethodIndex::from(Named::of("process/list"));
+        let server = ExecServer::new(ExecServerConfig::default()).unwrap();
+        let method = MethodIndex::from(RequestedMethod::of("process/list"));
         let metrics = server.metrics();
         metrics.answered(method, Duration::from_micros(50), false);
         metrics.answered(method, Duration::from_secs(60), true);

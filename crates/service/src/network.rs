@@ -7,25 +7,25 @@ use exec_server_network::{BoxFuture, Decision, PolicyDecider};
 use exec_server_protocol::network::{
     PolicyAnswer, PolicyDecision, PolicyDecisionParams, PolicyRequestParams, PolicyTarget,
 };
-use exec_server_protocol::{Notification as _, envelope};
+use exec_server_protocol::{NotificationMethod as _, envelope};
 use exec_server_transport::time::timestamp_millis;
 
-use crate::auth::Identity;
-use crate::server::Server;
+use crate::auth::ClientIdentity;
+use crate::server::ExecServer;
 use crate::session::Session;
 
 /// Policy decider that sends each request to the current client of the session.
 #[derive(Debug)]
-pub(crate) struct Driving {
-    pub(crate) server: Server,
+pub(crate) struct ClientPolicyDecider {
+    pub(crate) server: ExecServer,
     pub(crate) session: Arc<Session>,
-    pub(crate) identity: Identity,
+    pub(crate) identity: ClientIdentity,
     pub(crate) process_id: String,
     /// Timeout for the response of the client.
     pub(crate) patience: Duration,
 }
 
-impl PolicyDecider for Driving {
+impl PolicyDecider for ClientPolicyDecider {
     fn decide(&self, request: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
         let driver = self.session.driver();
         let params = PolicyRequestParams {

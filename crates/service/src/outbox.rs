@@ -11,20 +11,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use exec_server_sync::{Mutex, MutexGuard};
-use exec_server_transport::Outgoing;
+use exec_server_transport::LinkSender;
 use tokio::sync::Notify;
 #[cfg(test)]
 use tokio_util::sync::CancellationToken;
 
-use crate::budget::{Account, Share};
-use crate::metrics::Metrics;
-use crate::pieces::Pieces;
+use crate::budget::{BudgetAccount, BudgetShare};
+use crate::metrics::ServerMetrics;
+use crate::pieces::PiecewiseResponse;
 
 /// A source of notifications, from which the writer pulls.
-pub(crate) trait Feed: fmt::Debug + Send + Sync {
+pub(crate) trait NotificationSource: fmt::Debug + Send + Sync {
     /// Encodes the next notification. Returns false if no notification is available; the source
     /// then enters the ready list again when it has one.
-    fn pull(self: Arc<Self>, outgoing: &mut Outgoing) -> bool;
+    fn pull(self: Arc<Self>, outgoing: &mut LinkSender) -> bool;
 }
 
 /// Bytes of queued responses above which no further request is read.
@@ -41,43 +41,43 @@ const PIECES_BYTES: usize = 64 * 1024;
 /// Messages that one connection has to send.
 #[derive(Debug)]
 pub(crate) struct Outbox {
-    state: Mutex<State>,
+    state: Mutex<OutboxState>,
     /// Signals that there is something to send.
     wake: Notify,
     /// Signals that there is room for responses again.
     room: Notify,
     /// Account of the connection in the server's budget for large responses.
-    pub(crate) account: Account,
+    pub(crate) account: BudgetAccount,
     /// Whether the peer has read data since the last call of `was_taken`.
     taken: AtomicBool,
-    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) metrics: Arc<ServerMetrics>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    replies: VecDeque<Queued>,
+struct OutboxState {
+    replies: VecDeque<QueuedResponse>,
     reply_bytes: usize,
     /// Sources with notifications to send; they are served in turn.
-    ready: VecDeque<Arc<dyn Feed>>,
+    ready: VecDeque<Arc<dyn NotificationSource>>,
     ping: bool,
     /// The payload of the latest ping that has not been answered.
     pong: Option<Vec<u8>>,
     /// Set when the writer must send the queued messages and stop; the inner value is the close
     /// frame, if one is sent.
-    finishing: Option<Option<Farewell>>,
+    finishing: Option<Option<CloseReason>>,
 }
 
 /// Code and reason of a websocket close frame.
-pub(crate) type Farewell = (u16, String);
+pub(crate) type CloseReason = (u16, String);
 
 /// A queued response.
 #[derive(Debug)]
-enum Queued {
-    Whole(Reply),
-    Pieces(Arc<Pieces>),
+enum QueuedResponse {
+    Whole(OutMessage),
+    Pieces(Arc<PiecewiseResponse>),
 }
 
-impl Queued {
+impl QueuedResponse {
     fn bytes(&self) -> usize {
         match self {
             Self::Whole(reply) => reply.message.len(),
@@ -88,14 +88,14 @@ impl Queued {
 
 /// An encoded message, with the share of the budget that it holds until it is sent.
 #[derive(Debug)]
-pub(crate) struct Reply {
+pub(crate) struct OutMessage {
     pub(crate) message: Vec<u8>,
     /// Returned to the budget when the message has been sent.
-    pub(crate) _reserved: Option<Share>,
+    pub(crate) _reserved: Option<BudgetShare>,
 }
 
 impl Outbox {
-    pub(crate) fn new(metrics: Arc<Metrics>, account: Account) -> Self {
+    pub(crate) fn new(metrics: Arc<ServerMetrics>, account: BudgetAccount) -> Self {
         Self {
             state: Mutex::default(),
             wake: Notify::new(),
@@ -106,21 +106,21 @@ impl Outbox {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, OutboxState> {
         self.state.lock()
     }
 
     /// Queues an encoded message.
-    pub(crate) fn push(&self, reply: Reply) {
-        self.queue(Queued::Whole(reply));
+    pub(crate) fn push(&self, reply: OutMessage) {
+        self.queue(QueuedResponse::Whole(reply));
     }
 
     /// Queues a response that is produced while it is sent.
-    pub(crate) fn push_pieces(&self, pieces: Arc<Pieces>) {
-        self.queue(Queued::Pieces(pieces));
+    pub(crate) fn push_pieces(&self, pieces: Arc<PiecewiseResponse>) {
+        self.queue(QueuedResponse::Pieces(pieces));
     }
 
-    fn queue(&self, queued: Queued) {
+    fn queue(&self, queued: QueuedResponse) {
         let mut state = self.state();
         state.reply_bytes += queued.bytes();
         state.replies.push_back(queued);
@@ -138,7 +138,7 @@ impl Outbox {
         if self.state().reply_bytes >= HIGH_BYTES {
             return false;
         }
-        self.push(Reply {
+        self.push(OutMessage {
             message,
             _reserved: None,
         });
@@ -146,7 +146,7 @@ impl Outbox {
     }
 
     /// Puts a process or a watch into the ready list.
-    pub(crate) fn ready(&self, feed: Arc<dyn Feed>) {
+    pub(crate) fn ready(&self, feed: Arc<dyn NotificationSource>) {
         self.state().ready.push_back(feed);
         self.wake.notify_one();
     }
@@ -162,7 +162,7 @@ impl Outbox {
     }
 
     /// Makes the writer send the queued messages and the close frame, if there is one, and stop.
-    pub(crate) fn finish(&self, farewell: Option<Farewell>) {
+    pub(crate) fn finish(&self, farewell: Option<CloseReason>) {
         self.state().finishing = Some(farewell);
         self.wake.notify_one();
     }
@@ -190,12 +190,12 @@ impl Outbox {
 
     /// Waits for a share of the server's memory for responses. Must be called before a large
     /// response is created.
-    pub(crate) async fn reserve(&self, bytes: usize) -> Share {
+    pub(crate) async fn reserve(&self, bytes: usize) -> BudgetShare {
         self.account.take(bytes).await
     }
 
     /// Like [`Outbox::reserve`]; returns `None` if no share is available now.
-    pub(crate) fn try_reserve(&self, bytes: usize) -> Option<Share> {
+    pub(crate) fn try_reserve(&self, bytes: usize) -> Option<BudgetShare> {
         self.account.try_take(bytes)
     }
 }
@@ -204,8 +204,8 @@ impl Outbox {
 impl Outbox {
     /// Creates an outbox with its own budget, for tests.
     pub(crate) fn alone() -> Self {
-        use crate::budget::{Budget, Excess};
-        let budget = Budget::new(64 << 20, Excess::Refused);
+        use crate::budget::{MemoryBudget, Overdraft};
+        let budget = MemoryBudget::new(64 << 20, Overdraft::Refused);
         let account = budget.account(&"test".into(), CancellationToken::new());
         Self::new(Arc::default(), account)
     }
@@ -213,18 +213,18 @@ impl Outbox {
 
 /// Messages that were appended to the buffer of the link.
 #[derive(Default)]
-struct Sent {
+struct SentMessages {
     /// Complete responses, with their shares of memory.
-    replies: Vec<Reply>,
+    replies: Vec<OutMessage>,
     /// The response in pieces whose last piece has not been appended yet.
-    pieces: Option<Arc<Pieces>>,
+    pieces: Option<Arc<PiecewiseResponse>>,
     /// The response in pieces whose last piece has been appended.
-    finished: Option<Arc<Pieces>>,
+    finished: Option<Arc<PiecewiseResponse>>,
 }
 
 /// Sends the messages of the outbox until it is finished or the connection fails.
-pub(crate) async fn write(outbox: &Outbox, mut outgoing: Outgoing) -> io::Result<()> {
-    let mut sent = Sent::default();
+pub(crate) async fn write(outbox: &Outbox, mut outgoing: LinkSender) -> io::Result<()> {
+    let mut sent = SentMessages::default();
     loop {
         let wake = outbox.wake.notified();
         while outgoing.buffered() < FLUSH_BYTES && gather(outbox, &mut outgoing, &mut sent) {}
@@ -279,7 +279,7 @@ pub(crate) async fn write(outbox: &Outbox, mut outgoing: Outgoing) -> io::Result
 ///
 /// A notification follows all responses that were queued before its source became ready, so the
 /// response to `process/start` is sent before the first output.
-fn gather(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Sent) -> bool {
+fn gather(outbox: &Outbox, outgoing: &mut LinkSender, sent: &mut SentMessages) -> bool {
     let (replies, feed) = {
         let mut state = outbox.state();
         if state.ping {
@@ -315,7 +315,7 @@ fn gather(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Sent) -> bool {
 }
 
 /// Appends the next piece of the current response, if it has been read.
-fn gather_piece(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Sent) -> bool {
+fn gather_piece(outbox: &Outbox, outgoing: &mut LinkSender, sent: &mut SentMessages) -> bool {
     let Some(piece) = sent.pieces.as_ref().and_then(|pieces| pieces.take()) else {
         return false;
     };
@@ -330,7 +330,7 @@ fn gather_piece(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Sent) -> bo
 
 /// Takes complete responses from the queue, up to a response in pieces, which becomes the current
 /// one.
-fn take_replies(state: &mut State, sent: &mut Sent) -> Vec<Reply> {
+fn take_replies(state: &mut OutboxState, sent: &mut SentMessages) -> Vec<OutMessage> {
     let mut batch = Vec::new();
     let mut bytes = 0;
     while bytes < FLUSH_BYTES
@@ -338,8 +338,8 @@ fn take_replies(state: &mut State, sent: &mut Sent) -> Vec<Reply> {
     {
         bytes += queued.bytes();
         match queued {
-            Queued::Whole(reply) => batch.push(reply),
-            Queued::Pieces(pieces) => {
+            QueuedResponse::Whole(reply) => batch.push(reply),
+            QueuedResponse::Pieces(pieces) => {
                 sent.pieces = Some(pieces);
                 break;
             }

@@ -14,8 +14,8 @@ use exec_server_sync::{Mutex, MutexGuard};
 use tokio_util::sync::CancellationToken;
 
 use crate::ApiError;
-use crate::budget::{Account, Share};
-use crate::files::{Lane, attempt, encode_pieces};
+use crate::budget::{BudgetAccount, BudgetShare};
+use crate::files::{FileLane, attempt, encode_pieces};
 use crate::outbox::Outbox;
 
 /// Bytes of a file that are read at a time. A multiple of three, so that the encoded pieces form
@@ -71,31 +71,31 @@ impl FileSource {
 
 /// A response that is sent in pieces.
 #[derive(Debug)]
-pub(crate) struct Pieces {
-    lane: Arc<Lane>,
+pub(crate) struct PiecewiseResponse {
+    lane: Arc<FileLane>,
     closed: CancellationToken,
     outbox: Weak<Outbox>,
-    account: Account,
-    state: Mutex<State>,
+    account: BudgetAccount,
+    state: Mutex<PiecewiseState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct PiecewiseState {
     /// `None` while a thread reads from it, and after the last piece.
     source: Option<FileSource>,
-    ready: VecDeque<Piece>,
+    ready: VecDeque<MessagePiece>,
     /// Pieces that have been read and not sent yet.
     in_memory: usize,
     /// Upper limit of `in_memory`.
     allowed: usize,
     /// Whether no piece has been taken yet.
     fresh: bool,
-    shares: Vec<Share>,
+    shares: Vec<BudgetShare>,
 }
 
 /// A piece of a message.
 #[derive(Debug)]
-pub(crate) struct Piece {
+pub(crate) struct MessagePiece {
     pub(crate) bytes: Vec<u8>,
     pub(crate) is_first: bool,
     pub(crate) is_last: bool,
@@ -104,17 +104,17 @@ pub(crate) struct Piece {
 /// JSON text behind the last byte of the file.
 pub(crate) const END: &[u8] = b"\"}}";
 
-impl Pieces {
+impl PiecewiseResponse {
     /// Creates a response that begins with `head`, which includes the first piece. `share` is the
     /// memory of that piece.
     pub(crate) fn new(
-        (lane, closed): (&Arc<Lane>, &CancellationToken),
+        (lane, closed): (&Arc<FileLane>, &CancellationToken),
         outbox: &Arc<Outbox>,
         head: Vec<u8>,
         source: FileSource,
-        share: Option<Share>,
+        share: Option<BudgetShare>,
     ) -> Arc<Self> {
-        let first = Piece {
+        let first = MessagePiece {
             bytes: head,
             is_first: true,
             is_last: false,
@@ -124,7 +124,7 @@ impl Pieces {
             closed: closed.clone(),
             outbox: Arc::downgrade(outbox),
             account: outbox.account.clone(),
-            state: Mutex::new(State {
+            state: Mutex::new(PiecewiseState {
                 source: Some(source),
                 ready: VecDeque::from([first]),
                 in_memory: 1,
@@ -135,12 +135,12 @@ impl Pieces {
         })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PiecewiseState> {
         self.state.lock()
     }
 
     /// Returns the next piece if it has been read. Otherwise the outbox is woken when it has been.
-    pub(crate) fn take(self: &Arc<Self>) -> Option<Piece> {
+    pub(crate) fn take(self: &Arc<Self>) -> Option<MessagePiece> {
         let mut state = self.state();
         if std::mem::replace(&mut state.fresh, false) {
             // Reads ahead only if the budget has memory for a second piece.
@@ -164,7 +164,7 @@ impl Pieces {
     }
 
     /// Starts reading the next pieces if more may be in memory.
-    fn read_on(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
+    fn read_on(self: &Arc<Self>, mut state: MutexGuard<'_, PiecewiseState>) {
         if state.in_memory >= state.allowed {
             return;
         }
@@ -198,7 +198,7 @@ impl Pieces {
             }
             let mut state = self.state();
             state.in_memory += 1;
-            state.ready.push_back(Piece {
+            state.ready.push_back(MessagePiece {
                 bytes,
                 is_first: false,
                 is_last,

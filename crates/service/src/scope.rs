@@ -5,11 +5,15 @@
 use exec_server_protocol::Scope;
 
 use crate::ApiError;
-use crate::auth::{Identity, Scopes};
+use crate::auth::{ClientIdentity, Scopes};
 
 /// Refuses a request of the method `name` unless the identity has one of these scopes, or the list
 /// is empty.
-pub(crate) fn check(identity: &Identity, name: &str, scopes: &[Scope]) -> Result<(), ApiError> {
+pub(crate) fn check(
+    identity: &ClientIdentity,
+    name: &str,
+    scopes: &[Scope],
+) -> Result<(), ApiError> {
     if identity.scopes == Scopes::ALL
         || scopes.is_empty()
         || scopes.iter().any(|&scope| identity.scopes.contains(scope))

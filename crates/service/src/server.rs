@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_engine::snapshot::Snapshots;
-use exec_server_executor::fs::watch::Hub;
+use exec_server_executor::fs::watch::WatchHub;
 use exec_server_executor::{Executor, ExecutorConfig, ExecutorLimits, process};
 use exec_server_http::{HttpClient, HttpConfig};
 use exec_server_protocol::environment::EnvironmentInfo;
@@ -18,22 +18,22 @@ use tokio_util::sync::CancellationToken;
 
 use crate::ApiError;
 use crate::audit::Audit;
-use crate::auth::Identity;
-use crate::budget::{Budget, Excess};
+use crate::auth::ClientIdentity;
+use crate::budget::{MemoryBudget, Overdraft};
 use crate::config::ExecServerConfig;
 use crate::connection;
-use crate::crowd::{Crowd, CrowdLimits};
+use crate::connection_limits::{ConnectionCounter, ConnectionLimits};
 use crate::files::FileThreads;
-use crate::guard::Admission;
-use crate::methods::environment::Info;
-use crate::metrics::Metrics;
+use crate::guard::AdmittedConnection;
+use crate::methods::environment::MachineInfo;
+use crate::metrics::ServerMetrics;
 use crate::outbox::Outbox;
-use crate::session::{Driver, Session, unknown_session};
+use crate::session::{Session, SessionDriver, unknown_session};
 use crate::trace::Tracer;
 
 /// What happens to a session when its connection ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Lifetime {
+pub enum SessionLifetime {
     /// The session waits for the client to reconnect, for the granted time.
     Resumable,
     /// The session ends with its connection, as over standard input and output, where a client
@@ -46,41 +46,41 @@ const FILES_GRACE: Duration = Duration::from_secs(2);
 
 /// A server; cheap to clone.
 #[derive(Debug, Clone)]
-pub struct Server {
-    inner: Arc<Inner>,
+pub struct ExecServer {
+    inner: Arc<ServerShared>,
 }
 
 /// A served connection; counted until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Counted(Server);
+pub(crate) struct ServedConnection(ExecServer);
 
-impl Drop for Counted {
+impl Drop for ServedConnection {
     fn drop(&mut self) {
         self.0.inner.connections.send_modify(|count| *count -= 1);
     }
 }
 
 #[derive(Debug)]
-struct Inner {
-    /// The configuration passed to [`Server::new`]; [`Server::set_limits`] does not change it.
+struct ServerShared {
+    /// The configuration passed to [`ExecServer::new`]; [`ExecServer::set_limits`] does not change it.
     made_with: ExecServerConfig,
     /// The current configuration.
     config: RwLock<Arc<ExecServerConfig>>,
     executor: Executor,
-    info: Info,
-    hub: Hub,
+    info: MachineInfo,
+    hub: WatchHub,
     http: HttpClient,
     sessions: Mutex<HashMap<String, Arc<Session>>>,
     /// Thread pool for the file operations of all connections.
     files: FileThreads,
     /// Number of connections that may have files open.
     with_files: watch::Sender<usize>,
-    crowd: Arc<Crowd>,
+    crowd: Arc<ConnectionCounter>,
     /// Memory budget for the responses of all connections.
-    answers: Arc<Budget>,
+    answers: Arc<MemoryBudget>,
     /// Memory budget for the incomplete messages of all connections.
-    unfinished: Arc<Budget>,
-    metrics: Arc<Metrics>,
+    unfinished: Arc<MemoryBudget>,
+    metrics: Arc<ServerMetrics>,
     /// Number of served connections.
     connections: watch::Sender<usize>,
     /// Cancelled when the server begins to shut down: no new client is served.
@@ -93,16 +93,16 @@ struct Inner {
 
 /// A connection that may have files open; counted until this is dropped.
 #[derive(Debug)]
-pub(crate) struct WithFiles(Server);
+pub(crate) struct FilesConnection(ExecServer);
 
-impl Drop for WithFiles {
+impl Drop for FilesConnection {
     fn drop(&mut self) {
         self.0.inner.with_files.send_modify(|count| *count -= 1);
     }
 }
 
-fn crowd_limits(config: &ExecServerConfig) -> CrowdLimits {
-    CrowdLimits {
+fn crowd_limits(config: &ExecServerConfig) -> ConnectionLimits {
+    ConnectionLimits {
         connections: config.max_connections,
         per_address: config.max_connections_per_address,
     }
@@ -116,7 +116,7 @@ fn executor_limits(config: &ExecServerConfig) -> ExecutorLimits {
     }
 }
 
-impl Server {
+impl ExecServer {
     /// Creates a server with this configuration.
     ///
     /// # Errors
@@ -129,21 +129,21 @@ impl Server {
             launcher: config.sandbox_launcher.clone(),
             hidden: config.sandbox_hidden.clone(),
         })?;
-        let info = Info::new(&config, executor.clone());
-        let crowd = Arc::new(Crowd::new(crowd_limits(&config)));
+        let info = MachineInfo::new(&config, executor.clone());
+        let crowd = Arc::new(ConnectionCounter::new(crowd_limits(&config)));
         let http = HttpClient::new(HttpConfig {
             environment: config.environment.clone(),
             ..config.http.clone()
         });
-        let inner = Inner {
+        let inner = ServerShared {
             crowd,
-            answers: Budget::new(config.max_queued_bytes, Excess::Refused),
-            unfinished: Budget::new(config.max_incomplete_bytes, Excess::ForLargest),
+            answers: MemoryBudget::new(config.max_queued_bytes, Overdraft::Refused),
+            unfinished: MemoryBudget::new(config.max_incomplete_bytes, Overdraft::ForLargest),
             metrics: Arc::default(),
             config: RwLock::new(Arc::new(config.clone())),
             executor,
             info,
-            hub: Hub::default(),
+            hub: WatchHub::default(),
             http,
             sessions: Mutex::default(),
             files: FileThreads::default(),
@@ -204,13 +204,13 @@ impl Server {
     }
 
     /// Counts a connection as one that may have files open, until the result is dropped.
-    pub(crate) fn with_files(&self) -> WithFiles {
+    pub(crate) fn with_files(&self) -> FilesConnection {
         self.inner.with_files.send_modify(|count| *count += 1);
-        WithFiles(self.clone())
+        FilesConnection(self.clone())
     }
 
     /// The hub for file watches.
-    pub(crate) fn hub(&self) -> &Hub {
+    pub(crate) fn hub(&self) -> &WatchHub {
         &self.inner.hub
     }
 
@@ -244,7 +244,7 @@ impl Server {
         &self.inner.ended
     }
 
-    pub(crate) fn metrics(&self) -> &Arc<Metrics> {
+    pub(crate) fn metrics(&self) -> &Arc<ServerMetrics> {
         &self.inner.metrics
     }
 
@@ -258,12 +258,12 @@ impl Server {
     }
 
     /// Memory budget for the responses of all connections.
-    pub(crate) fn answers(&self) -> &Arc<Budget> {
+    pub(crate) fn answers(&self) -> &Arc<MemoryBudget> {
         &self.inner.answers
     }
 
     /// Memory budget for the incomplete messages of all connections.
-    pub(crate) fn unfinished(&self) -> &Arc<Budget> {
+    pub(crate) fn unfinished(&self) -> &Arc<MemoryBudget> {
         &self.inner.unfinished
     }
 
@@ -272,7 +272,7 @@ impl Server {
         (self.inner.answers.used(), self.inner.unfinished.used())
     }
 
-    pub(crate) fn crowd(&self) -> &Arc<Crowd> {
+    pub(crate) fn crowd(&self) -> &Arc<ConnectionCounter> {
         &self.inner.crowd
     }
 
@@ -281,43 +281,43 @@ impl Server {
         &self,
         link: Link,
         name: String,
-        lifetime: Lifetime,
+        lifetime: SessionLifetime,
     ) -> impl Future<Output = ()> + Send + 'static {
-        self.serve_as(link, name, lifetime, Identity::anyone())
+        self.serve_as(link, name, lifetime, ClientIdentity::anyone())
     }
 
-    /// Like [`Server::serve`], limited to the scopes of an identity and until it expires.
+    /// Like [`ExecServer::serve`], limited to the scopes of an identity and until it expires.
     pub fn serve_as(
         &self,
         link: Link,
         name: String,
-        lifetime: Lifetime,
-        identity: Identity,
+        lifetime: SessionLifetime,
+        identity: ClientIdentity,
     ) -> impl Future<Output = ()> + Send + 'static {
         let withdrawn = CancellationToken::new();
-        let admission = Admission {
+        let admission = AdmittedConnection {
             identity,
             withdrawn,
         };
         self.serve_admitted(link, name, lifetime, admission)
     }
 
-    /// Like [`Server::serve_as`], until the admission is revoked.
+    /// Like [`ExecServer::serve_as`], until the admission is revoked.
     pub(crate) fn serve_admitted(
         &self,
         link: Link,
         name: String,
-        lifetime: Lifetime,
-        admission: Admission,
+        lifetime: SessionLifetime,
+        admission: AdmittedConnection,
     ) -> impl Future<Output = ()> + Send + 'static {
         connection::serve(self.clone(), link, name, lifetime, admission)
     }
 
     /// Counts a connection as served, until the result is dropped.
-    pub(crate) fn count_connection(&self) -> Counted {
+    pub(crate) fn count_connection(&self) -> ServedConnection {
         self.inner.connections.send_modify(|count| *count += 1);
         self.inner.metrics.connections.add(1);
-        Counted(self.clone())
+        ServedConnection(self.clone())
     }
 
     /// Number of served connections.
@@ -328,7 +328,7 @@ impl Server {
     /// Stops opening sessions and starting processes, waits until all processes have ended or the
     /// configured time has passed, then shuts down.
     ///
-    /// Cancel safe: [`Server::shut_down`] may be called instead at any time.
+    /// Cancel safe: [`ExecServer::shut_down`] may be called instead at any time.
     pub async fn drain(&self) {
         self.inner.draining.cancel();
         let limit = self.config().drain_timeout;
@@ -355,7 +355,7 @@ impl Server {
         const LAST_WORDS: Duration = Duration::from_secs(1);
         /// How long connections may take to end without being aborted.
         const FAREWELL: Duration = Duration::from_secs(3);
-        let Inner {
+        let ServerShared {
             draining,
             closing,
             ended,
@@ -399,7 +399,7 @@ impl Server {
     /// Opens a session.
     pub(crate) fn open(
         &self,
-        driver: Driver,
+        driver: SessionDriver,
         grace: Option<u64>,
     ) -> Result<(Arc<Session>, Duration), ApiError> {
         let mut sessions = self.inner.sessions.lock();
@@ -424,7 +424,7 @@ impl Server {
     pub(crate) fn resume(
         &self,
         id: &str,
-        driver: Driver,
+        driver: SessionDriver,
         key: Option<&str>,
         grace: Option<u64>,
     ) -> Result<(Arc<Session>, Duration), ApiError> {
@@ -474,7 +474,12 @@ impl Server {
 
     /// Detaches a session from its connection, which has ended: the session waits for its client,
     /// or ends.
-    pub(crate) fn detach(&self, session: &Arc<Session>, outbox: &Arc<Outbox>, lifetime: Lifetime) {
+    pub(crate) fn detach(
+        &self,
+        session: &Arc<Session>,
+        outbox: &Arc<Outbox>,
+        lifetime: SessionLifetime,
+    ) {
         let Some((grace, absence)) = session.detach(outbox) else {
             return;
         };
@@ -483,7 +488,7 @@ impl Server {
         // The task ends after the grace period, or earlier when the client is back. Otherwise each
         // disconnect would leave a task that keeps the session for the whole period.
         tokio::spawn(async move {
-            if lifetime == Lifetime::Resumable {
+            if lifetime == SessionLifetime::Resumable {
                 let _ = tokio::time::timeout(grace, session.attended()).await;
             }
             if session.is_still_absent(absence) {

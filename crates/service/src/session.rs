@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use exec_server_engine::snapshot::Snapshots;
 use exec_server_executor::Process;
-use exec_server_executor::process::Written;
+use exec_server_executor::process::InputWriteResult;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::process::WriteStatus;
 use exec_server_sync::Mutex;
@@ -25,11 +25,11 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::ApiError;
-use crate::asks::Asks;
-use crate::auth::Identity;
-use crate::connection::Responder;
-use crate::follow::{Dialect, Follower};
+use crate::auth::ClientIdentity;
+use crate::connection::RequestResponder;
+use crate::follow::{LogFollower, NotificationFamily};
 use crate::outbox::Outbox;
+use crate::server_requests::ServerRequests;
 
 /// Ids of accepted writes that are remembered, so that a repeated write is not written twice.
 const REMEMBERED_WRITES: usize = 4096;
@@ -39,9 +39,9 @@ const REMEMBERED_WRITES: usize = 4096;
 pub(crate) struct Session {
     pub(crate) id: String,
     /// The identity that opened the session; only the same identity can resume it.
-    owner: Identity,
-    state: Mutex<State>,
-    table: Mutex<Table>,
+    owner: ClientIdentity,
+    state: Mutex<SessionState>,
+    table: Mutex<ProcessRecords>,
     /// When the session was last attached to a connection, or when it ended; `None` while it waits
     /// for its client.
     attended: watch::Sender<Option<Instant>>,
@@ -50,8 +50,8 @@ pub(crate) struct Session {
 }
 
 #[derive(Debug)]
-struct State {
-    driver: Option<Driver>,
+struct SessionState {
+    driver: Option<SessionDriver>,
     /// Proves that a client drove the session last. With it, the client can resume the session
     /// while its old connection is still attached: that connection may be dead without the server
     /// having noticed.
@@ -65,25 +65,25 @@ struct State {
 
 /// The connection that drives a session.
 #[derive(Debug, Clone)]
-pub(crate) struct Driver {
+pub(crate) struct SessionDriver {
     pub(crate) outbox: Arc<Outbox>,
     /// Cancelled to end the connection.
     pub(crate) closed: CancellationToken,
-    pub(crate) heard: Arc<Heard>,
+    pub(crate) heard: Arc<LastActivity>,
     /// Pending server requests of the connection.
-    pub(crate) asks: Arc<Asks>,
+    pub(crate) asks: Arc<ServerRequests>,
     /// The authenticated client.
-    pub(crate) identity: Identity,
+    pub(crate) identity: ClientIdentity,
 }
 
 /// When a connection last received a message.
 #[derive(Debug)]
-pub(crate) struct Heard {
+pub(crate) struct LastActivity {
     start: Instant,
     millis: AtomicU64,
 }
 
-impl Heard {
+impl LastActivity {
     pub(crate) fn new() -> Self {
         Self {
             start: Instant::now(),
@@ -103,36 +103,36 @@ impl Heard {
 }
 
 #[derive(Debug, Default)]
-struct Table {
-    slots: HashMap<String, Slot>,
+struct ProcessRecords {
+    slots: HashMap<String, ProcessRecord>,
     /// Number of processes ever started; numbers them in the order of their starts.
     started: u64,
     /// Records of processes whose log has ended, in the order of their ends. They stay readable for
     /// the configured time, unless new processes need their slots or their bytes.
-    closed: VecDeque<Closed>,
+    closed: VecDeque<ClosedProcess>,
     /// Whether a task is removing expired records from `closed`.
     sweeping: bool,
 }
 
 /// The record of a process whose log has ended.
 #[derive(Debug)]
-struct Closed {
-    process: Arc<Managed>,
+struct ClosedProcess {
+    process: Arc<SessionProcess>,
     at: Instant,
     /// How long the record stays once the log has ended and the session has a connection.
     retention: Duration,
 }
 
-enum Slot {
-    Starting(Starting),
-    Started(Arc<Managed>),
+enum ProcessRecord {
+    Starting(StartingProcess),
+    Started(Arc<SessionProcess>),
 }
 
 /// A process that is being started.
 #[derive(Default)]
-struct Starting {
+struct StartingProcess {
     /// Jobs for this process that have arrived during the start, in order.
-    jobs: VecDeque<Job>,
+    jobs: VecDeque<ProcessJob>,
     /// The client's id of the start request, to recognize a repeated one.
     start_id: Option<String>,
     /// Why the start failed.
@@ -141,14 +141,14 @@ struct Starting {
 
 /// Result of reserving a process id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Reserved {
+pub(crate) enum ReserveResult {
     /// The id was free and is now reserved.
     New,
     /// The same start request has reserved the id before.
     Repeat,
 }
 
-impl std::fmt::Debug for Slot {
+impl std::fmt::Debug for ProcessRecord {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Starting(starting) => write!(f, "Starting({} waiting)", starting.jobs.len()),
@@ -158,31 +158,31 @@ impl std::fmt::Debug for Slot {
 }
 
 /// A job for a process; gets `None` if the process does not exist.
-type Job = Box<dyn FnOnce(Option<&Arc<Managed>>) + Send>;
+type ProcessJob = Box<dyn FnOnce(Option<&Arc<SessionProcess>>) + Send>;
 
 /// A process of a session.
 #[derive(Debug)]
-pub(crate) struct Managed {
+pub(crate) struct SessionProcess {
     pub(crate) id: String,
     pub(crate) process: Process,
     pub(crate) argv: Vec<String>,
     pub(crate) cwd: PathUri,
-    pub(crate) dialect: Dialect,
+    pub(crate) dialect: NotificationFamily,
     /// The client's id of the start request, to recognize a repeated one.
     start_id: Option<String>,
     /// Its number in the order of starts.
     pub(crate) number: u64,
-    input: Mutex<Input>,
+    input: Mutex<InputQueue>,
     /// Whether a client has read the output to its end.
     read_to_end: AtomicBool,
-    follower: Mutex<Option<Arc<Follower>>>,
+    follower: Mutex<Option<Arc<LogFollower>>>,
 }
 
 /// Writes to the stdin of one process, in order of arrival.
 #[derive(Debug, Default)]
-struct Input {
+struct InputQueue {
     /// Writes that wait for the child to read; a task processes the first one.
-    waiting: VecDeque<Write>,
+    waiting: VecDeque<InputWrite>,
     /// Hashes of accepted write ids, oldest first.
     recent: VecDeque<u64>,
     accepted: HashSet<u64>,
@@ -191,26 +191,26 @@ struct Input {
 
 /// A write or the end of stdin, with the responder of its request.
 #[derive(Debug)]
-pub(crate) enum Write {
+pub(crate) enum InputWrite {
     Data {
         data: Bytes,
         id: Option<u64>,
-        responder: Responder,
-        status: StatusOf,
+        responder: RequestResponder,
+        status: WriteResponder,
     },
     End {
-        responder: Responder,
+        responder: RequestResponder,
     },
 }
 
 /// Function that sends the outcome of a write as a response.
-pub(crate) type StatusOf = fn(Responder, WriteStatus);
+pub(crate) type WriteResponder = fn(RequestResponder, WriteStatus);
 
 impl Session {
-    pub(crate) fn new(grace: Duration, driver: Driver, snapshots: Snapshots) -> Self {
+    pub(crate) fn new(grace: Duration, driver: SessionDriver, snapshots: Snapshots) -> Self {
         let (id, resume_key) = new_names();
         let owner = driver.identity.clone();
-        let state = State {
+        let state = SessionState {
             driver: Some(driver),
             resume_key,
             attachments: 1,
@@ -228,7 +228,7 @@ impl Session {
     }
 
     /// The connection that drives the session, if there is one.
-    pub(crate) fn driver(&self) -> Option<Driver> {
+    pub(crate) fn driver(&self) -> Option<SessionDriver> {
         self.state.lock().driver.clone()
     }
 
@@ -241,7 +241,7 @@ impl Session {
     /// been silent for `silence`, or if `key` proves that the client is the same.
     pub(crate) fn attach(
         &self,
-        driver: Driver,
+        driver: SessionDriver,
         key: Option<&str>,
         grace: Option<Duration>,
         silence: Duration,
@@ -313,20 +313,22 @@ impl Session {
         drop(state);
         let (slots, closed) = {
             let mut table = self.table.lock();
-            let slots: Vec<Slot> = table.slots.drain().map(|(_, slot)| slot).collect();
+            let slots: Vec<ProcessRecord> = table.slots.drain().map(|(_, slot)| slot).collect();
             (slots, std::mem::take(&mut table.closed))
         };
         drop(closed);
         let mut processes = self.snapshots.end();
         for slot in slots {
             match slot {
-                Slot::Started(managed) => {
+                ProcessRecord::Started(managed) => {
                     managed.unfollow();
                     // Releases the process if it is blocked because its output was not read.
                     managed.process.release();
                     processes.push(managed.process.clone());
                 }
-                Slot::Starting(starting) => starting.jobs.into_iter().for_each(|job| job(None)),
+                ProcessRecord::Starting(starting) => {
+                    starting.jobs.into_iter().for_each(|job| job(None))
+                }
             }
         }
         Some(processes)
@@ -357,16 +359,16 @@ impl Session {
         id: &str,
         start_id: Option<&str>,
         limit: usize,
-    ) -> Result<Reserved, ApiError> {
+    ) -> Result<ReserveResult, ApiError> {
         let removed;
         let mut table = self.table.lock();
         if let Some(slot) = table.slots.get(id) {
             let known = match slot {
-                Slot::Starting(starting) => starting.start_id.as_deref(),
-                Slot::Started(managed) => managed.start_id.as_deref(),
+                ProcessRecord::Starting(starting) => starting.start_id.as_deref(),
+                ProcessRecord::Started(managed) => managed.start_id.as_deref(),
             };
             if start_id.is_some() && start_id == known {
-                return Ok(Reserved::Repeat);
+                return Ok(ReserveResult::Repeat);
             }
             let message = format!("process ID already exists: {id}");
             return Err(ApiError::invalid_request(message));
@@ -379,15 +381,17 @@ impl Session {
             let message = format!("limit of {limit} processes per session reached");
             return Err(ApiError::invalid_request(message));
         };
-        let starting = Starting {
+        let starting = StartingProcess {
             start_id: start_id.map(str::to_owned),
-            ..Starting::default()
+            ..StartingProcess::default()
         };
-        table.slots.insert(id.to_owned(), Slot::Starting(starting));
+        table
+            .slots
+            .insert(id.to_owned(), ProcessRecord::Starting(starting));
         drop(table);
         // The log of the removed process is freed after the table was unlocked.
         drop(removed);
-        Ok(Reserved::New)
+        Ok(ReserveResult::New)
     }
 
     /// Removes the oldest record of a closed process that the client has received completely;
@@ -399,7 +403,7 @@ impl Session {
 
     /// Records why the start failed, for repeated requests of the same start.
     pub(crate) fn note_failure(&self, id: &str, failure: ApiError) {
-        if let Some(Slot::Starting(starting)) = self.table.lock().slots.get_mut(id) {
+        if let Some(ProcessRecord::Starting(starting)) = self.table.lock().slots.get_mut(id) {
             starting.failure = Some(failure);
         }
     }
@@ -407,7 +411,7 @@ impl Session {
     /// The error for a job whose process could not be started.
     pub(crate) fn failure(&self, id: &str) -> ApiError {
         match self.table.lock().slots.get(id) {
-            Some(Slot::Starting(starting)) => starting.failure.clone(),
+            Some(ProcessRecord::Starting(starting)) => starting.failure.clone(),
             _ => None,
         }
         .unwrap_or_else(|| ApiError::unknown_process(id))
@@ -420,7 +424,7 @@ impl Session {
     pub(crate) fn fill(
         &self,
         id: &str,
-        managed: Option<ManagedParts>,
+        managed: Option<SessionProcessParts>,
         answer: impl FnOnce(),
     ) -> Option<Process> {
         let managed = managed.map(|parts| {
@@ -431,7 +435,7 @@ impl Session {
         answer();
         let mut followed = None;
         if let Some(managed) = &managed {
-            if managed.dialect == Dialect::ProcessPull {
+            if managed.dialect == NotificationFamily::ProcessPull {
                 // Blocks the process when its output buffer is full, until a client reads, even
                 // while the session is detached.
                 managed.process.hold(0);
@@ -440,7 +444,9 @@ impl Session {
         }
         loop {
             let mut table = self.table.lock();
-            let Some(Slot::Starting(Starting { jobs, .. })) = table.slots.get_mut(id) else {
+            let Some(ProcessRecord::Starting(StartingProcess { jobs, .. })) =
+                table.slots.get_mut(id)
+            else {
                 // The session has ended without this process, which was not in the table yet.
                 return managed.map(|managed| managed.process.clone());
             };
@@ -453,7 +459,7 @@ impl Session {
                 };
                 table
                     .slots
-                    .insert(id.to_owned(), Slot::Started(Arc::clone(&managed)));
+                    .insert(id.to_owned(), ProcessRecord::Started(Arc::clone(&managed)));
                 drop(table);
                 // The connection may have changed in the meantime, before it could follow this
                 // process.
@@ -469,7 +475,7 @@ impl Session {
     /// returns the outbox of the driver.
     fn follow_driver(
         &self,
-        managed: &Managed,
+        managed: &SessionProcess,
         already: Option<&Arc<Outbox>>,
     ) -> Option<Arc<Outbox>> {
         let state = self.state.lock();
@@ -489,12 +495,12 @@ impl Session {
     pub(crate) fn with_process(
         &self,
         id: &str,
-        job: impl FnOnce(Option<&Arc<Managed>>) + Send + 'static,
+        job: impl FnOnce(Option<&Arc<SessionProcess>>) + Send + 'static,
     ) {
         let managed = match self.table.lock().slots.get_mut(id) {
             None => None,
-            Some(Slot::Started(managed)) => Some(Arc::clone(managed)),
-            Some(Slot::Starting(starting)) => {
+            Some(ProcessRecord::Started(managed)) => Some(Arc::clone(managed)),
+            Some(ProcessRecord::Starting(starting)) => {
                 starting.jobs.push_back(Box::new(job));
                 return;
             }
@@ -504,12 +510,12 @@ impl Session {
 
     /// Keeps the record of a process whose log has ended for `retention`, counted from now or, if
     /// the session is detached, from the next attachment.
-    pub(crate) fn retire(self: &Arc<Self>, process: Arc<Managed>, retention: Duration) {
+    pub(crate) fn retire(self: &Arc<Self>, process: Arc<SessionProcess>, retention: Duration) {
         let mut table = self.table.lock();
         if !table.holds(&process) {
             return;
         }
-        table.closed.push_back(Closed {
+        table.closed.push_back(ClosedProcess {
             process,
             at: Instant::now(),
             retention,
@@ -549,22 +555,22 @@ impl Session {
     }
 
     /// Returns a started process by its id.
-    pub(crate) fn process(&self, id: &str) -> Option<Arc<Managed>> {
+    pub(crate) fn process(&self, id: &str) -> Option<Arc<SessionProcess>> {
         match self.table.lock().slots.get(id) {
-            Some(Slot::Started(managed)) => Some(Arc::clone(managed)),
+            Some(ProcessRecord::Started(managed)) => Some(Arc::clone(managed)),
             _ => None,
         }
     }
 
     /// Returns the started processes, in the order of their starts.
-    pub(crate) fn processes(&self) -> Vec<Arc<Managed>> {
+    pub(crate) fn processes(&self) -> Vec<Arc<SessionProcess>> {
         let table = self.table.lock();
-        let mut processes: Vec<Arc<Managed>> = table
+        let mut processes: Vec<Arc<SessionProcess>> = table
             .slots
             .values()
             .filter_map(|slot| match slot {
-                Slot::Started(managed) => Some(Arc::clone(managed)),
-                Slot::Starting(_) => None,
+                ProcessRecord::Started(managed) => Some(Arc::clone(managed)),
+                ProcessRecord::Starting(_) => None,
             })
             .collect();
         drop(table);
@@ -573,15 +579,15 @@ impl Session {
     }
 }
 
-impl Table {
+impl ProcessRecords {
     /// Whether the slot of this process still contains it.
-    fn holds(&self, process: &Arc<Managed>) -> bool {
+    fn holds(&self, process: &Arc<SessionProcess>) -> bool {
         matches!(self.slots.get(&process.id),
-            Some(Slot::Started(managed)) if Arc::ptr_eq(managed, process))
+            Some(ProcessRecord::Started(managed)) if Arc::ptr_eq(managed, process))
     }
 
     /// Removes the record at `index` of `closed`, and with it the id of its process.
-    fn remove_closed(&mut self, index: usize) -> Option<Arc<Managed>> {
+    fn remove_closed(&mut self, index: usize) -> Option<Arc<SessionProcess>> {
         let process = self.closed.remove(index)?.process;
         if self.holds(&process) {
             self.slots.remove(&process.id);
@@ -589,14 +595,14 @@ impl Table {
         Some(process)
     }
 
-    fn remove_oldest_delivered(&mut self) -> Option<Arc<Managed>> {
+    fn remove_oldest_delivered(&mut self) -> Option<Arc<SessionProcess>> {
         let mut closed = self.closed.iter();
         let index = closed.position(|closed| closed.process.is_delivered())?;
         self.remove_closed(index)
     }
 
     /// Removes the records that have expired, given that the client attached at `since`.
-    fn remove_expired(&mut self, since: Instant, now: Instant) -> Vec<Arc<Managed>> {
+    fn remove_expired(&mut self, since: Instant, now: Instant) -> Vec<Arc<SessionProcess>> {
         let mut removed = Vec::new();
         while self
             .closed
@@ -609,7 +615,7 @@ impl Table {
     }
 }
 
-impl Closed {
+impl ClosedProcess {
     /// When the record expires, given that the client attached at `since`.
     fn due(&self, since: Instant) -> Instant {
         self.at.max(since) + self.retention
@@ -638,17 +644,17 @@ pub(crate) fn unknown_session(id: &str) -> ApiError {
 }
 
 /// The parts of a process record other than id and number.
-pub(crate) struct ManagedParts {
+pub(crate) struct SessionProcessParts {
     pub(crate) process: Process,
     pub(crate) argv: Vec<String>,
     pub(crate) cwd: PathUri,
-    pub(crate) dialect: Dialect,
+    pub(crate) dialect: NotificationFamily,
     pub(crate) start_id: Option<String>,
 }
 
-impl ManagedParts {
-    fn build(self, id: &str, number: u64) -> Managed {
-        Managed {
+impl SessionProcessParts {
+    fn build(self, id: &str, number: u64) -> SessionProcess {
+        SessionProcess {
             id: id.to_owned(),
             process: self.process,
             argv: self.argv,
@@ -663,11 +669,11 @@ impl ManagedParts {
     }
 }
 
-impl Managed {
+impl SessionProcess {
     /// Sends notifications of the process to a connection, after `cursor` or from now on.
     fn follow(&self, cursor: Option<u64>, outbox: &Arc<Outbox>) {
         let (process, id) = (self.process.clone(), self.id.clone());
-        let follower = Follower::start(process, id, self.dialect, cursor, outbox);
+        let follower = LogFollower::start(process, id, self.dialect, cursor, outbox);
         *self.follower.lock() = Some(follower);
     }
 
@@ -678,7 +684,7 @@ impl Managed {
     /// slowed down.
     fn unfollow(&self) {
         let follower = self.follower.lock().take();
-        if follower.is_some() && self.dialect != Dialect::ProcessPull {
+        if follower.is_some() && self.dialect != NotificationFamily::ProcessPull {
             self.process.release();
         }
     }
@@ -686,7 +692,7 @@ impl Managed {
     /// Records that the client has received everything up to `seq`, which unblocks a process whose
     /// output is read by request.
     pub(crate) fn acknowledge(&self, seq: u64) {
-        if self.dialect == Dialect::ProcessPull {
+        if self.dialect == NotificationFamily::ProcessPull {
             self.process.advance(seq);
         }
     }
@@ -702,7 +708,7 @@ impl Managed {
         let notified = follower
             .as_ref()
             .is_some_and(|follower| follower.is_finished());
-        let pushed = notified && self.dialect != Dialect::ProcessPull;
+        let pushed = notified && self.dialect != NotificationFamily::ProcessPull;
         pushed || self.read_to_end.load(Ordering::Relaxed)
     }
 
@@ -711,8 +717,8 @@ impl Managed {
         self: &Arc<Self>,
         data: Bytes,
         write_id: Option<&str>,
-        mut responder: Responder,
-        status: StatusOf,
+        mut responder: RequestResponder,
+        status: WriteResponder,
     ) {
         let mut input = self.input.lock();
         let id = write_id.map(|id| input.hasher.hash_one(id));
@@ -737,7 +743,7 @@ impl Managed {
             }
             Err(data) => {
                 responder.wait_for_input(data.len());
-                input.waiting.push_back(Write::Data {
+                input.waiting.push_back(InputWrite::Data {
                     data,
                     id,
                     responder,
@@ -752,10 +758,10 @@ impl Managed {
     }
 
     /// Closes stdin after all earlier writes.
-    pub(crate) fn close_stdin(self: &Arc<Self>, mut responder: Responder) {
+    pub(crate) fn close_stdin(self: &Arc<Self>, mut responder: RequestResponder) {
         let mut input = self.input.lock();
         responder.wait_for_input(0);
-        input.waiting.push_back(Write::End { responder });
+        input.waiting.push_back(InputWrite::End { responder });
         let first = input.waiting.len() == 1;
         drop(input);
         if first {
@@ -772,8 +778,8 @@ impl Managed {
                 // The first write stays in the queue while it is processed, so that later ones
                 // queue behind it.
                 let data = match this.input.lock().waiting.front_mut() {
-                    Some(Write::Data { data, .. }) => Some(std::mem::take(data)),
-                    Some(Write::End { .. }) => None,
+                    Some(InputWrite::Data { data, .. }) => Some(std::mem::take(data)),
+                    Some(InputWrite::End { .. }) => None,
                     None => return,
                 };
                 let written = match data {
@@ -783,17 +789,17 @@ impl Managed {
                 let mut input = this.input.lock();
                 let done = input.waiting.pop_front();
                 let last = input.waiting.is_empty();
-                if let Some(Write::Data { id, .. }) = &done {
+                if let Some(InputWrite::Data { id, .. }) = &done {
                     input.settle(*id, written);
                 }
                 drop(input);
                 match done {
-                    Some(Write::Data {
+                    Some(InputWrite::Data {
                         responder, status, ..
                     }) => {
                         status(responder, status_of(written));
                     }
-                    Some(Write::End { responder }) => {
+                    Some(InputWrite::End { responder }) => {
                         crate::methods::process::write_status(responder, status_of(written));
                     }
                     None => {}
@@ -806,7 +812,7 @@ impl Managed {
     }
 }
 
-impl Input {
+impl InputQueue {
     /// Marks the id as seen, so that a second write is a repeat even while the first one waits.
     fn remember(&mut self, id: u64) {
         if self.recent.len() == REMEMBERED_WRITES
@@ -819,8 +825,8 @@ impl Input {
     }
 
     /// Removes the id of a write that was not accepted.
-    fn settle(&mut self, id: Option<u64>, written: Written) {
-        if written == Written::Closed
+    fn settle(&mut self, id: Option<u64>, written: InputWriteResult) {
+        if written == InputWriteResult::Closed
             && let Some(id) = id
             && self.accepted.remove(&id)
         {
@@ -829,9 +835,9 @@ impl Input {
     }
 }
 
-fn status_of(written: Written) -> WriteStatus {
+fn status_of(written: InputWriteResult) -> WriteStatus {
     match written {
-        Written::Accepted => WriteStatus::Accepted,
-        Written::Closed => WriteStatus::StdinClosed,
+        InputWriteResult::Accepted => WriteStatus::Accepted,
+        InputWriteResult::Closed => WriteStatus::StdinClosed,
     }
 }

@@ -21,7 +21,7 @@ use tokio::task::coop;
 
 /// State that both halves share.
 #[derive(Debug)]
-struct Shared {
+struct SocketShared {
     /// Registration with epoll; declared first, so that it is dropped before the descriptor.
     watched: OnceLock<AsyncFd<Arc<OwnedFd>>>,
     fd: Arc<OwnedFd>,
@@ -29,7 +29,7 @@ struct Shared {
     watching: Mutex<()>,
 }
 
-impl Shared {
+impl SocketShared {
     fn watch(&self) -> io::Result<&AsyncFd<Arc<OwnedFd>>> {
         let _watching = self.watching.lock();
         match self.watched.get() {
@@ -47,7 +47,7 @@ impl Shared {
         &self,
         cx: &mut Context<'_>,
         most: usize,
-        wait: Wait,
+        wait: PollReady,
         mut io: impl FnMut() -> io::Result<usize>,
     ) -> Poll<io::Result<usize>> {
         let watched = match self.watched.get() {
@@ -79,26 +79,26 @@ impl Shared {
     }
 }
 
-type Wait = for<'a> fn(
+type PollReady = for<'a> fn(
     &'a AsyncFd<Arc<OwnedFd>>,
     &mut Context<'_>,
 ) -> Poll<io::Result<AsyncFdReadyGuard<'a, Arc<OwnedFd>>>>;
 
 /// Splits a connection, which must be non-blocking, into its two halves.
-pub(crate) fn split(connection: OwnedFd) -> (Reader, Writer) {
-    let shared = Arc::new(Shared {
+pub(crate) fn split(connection: OwnedFd) -> (SocketReader, SocketWriter) {
+    let shared = Arc::new(SocketShared {
         watched: OnceLock::new(),
         fd: Arc::new(connection),
         watching: Mutex::new(()),
     });
-    (Reader(Arc::clone(&shared)), Writer(shared))
+    (SocketReader(Arc::clone(&shared)), SocketWriter(shared))
 }
 
 /// The read half.
 #[derive(Debug)]
-pub(crate) struct Reader(Arc<Shared>);
+pub(crate) struct SocketReader(Arc<SocketShared>);
 
-impl AsyncRead for Reader {
+impl AsyncRead for SocketReader {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -114,9 +114,9 @@ impl AsyncRead for Reader {
 
 /// The write half. Dropping both halves closes the connection.
 #[derive(Debug)]
-pub(crate) struct Writer(Arc<Shared>);
+pub(crate) struct SocketWriter(Arc<SocketShared>);
 
-impl AsyncWrite for Writer {
+impl AsyncWrite for SocketWriter {
     fn poll_write(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -165,7 +165,7 @@ mod tests {
 
     use super::*;
 
-    fn pair() -> ((Reader, Writer), tokio::net::UnixStream) {
+    fn pair() -> ((SocketReader, SocketWriter), tokio::net::UnixStream) {
         let (here, there) = UnixStream::pair().unwrap();
         for end in [&here, &there] {
             end.set_nonblocking(true).unwrap();

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use exec_server_protocol::envelope::Trace;
-use exec_server_transport::http::{self, Kind};
+use exec_server_protocol::envelope::TraceParent;
+use exec_server_transport::http::{self, HeadKind};
 use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
@@ -34,14 +34,14 @@ pub struct Tracer {
 
 /// Trace context of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Context {
+pub(crate) struct TraceContext {
     trace_id: u128,
     parent: u64,
 }
 
 #[derive(Debug)]
 struct Span {
-    context: Context,
+    context: TraceContext,
     name: &'static str,
     end: SystemTime,
     took: Duration,
@@ -78,7 +78,7 @@ impl Tracer {
         }
         let (spans, queue) = mpsc::channel(QUEUE);
         let lost = Arc::new(AtomicU64::new(0));
-        let sender = Sender {
+        let sender = SpanSender {
             address: address.to_owned(),
             path,
             service: service.to_owned(),
@@ -91,7 +91,7 @@ impl Tracer {
     /// Queues the span of a request that was answered.
     pub(crate) fn record(
         &self,
-        context: Context,
+        context: TraceContext,
         name: &'static str,
         took: Duration,
         failed: bool,
@@ -110,10 +110,10 @@ impl Tracer {
     }
 }
 
-impl Context {
+impl TraceContext {
     /// Parses the context of a request; `None` if its client does not record it or the header is
     /// invalid.
-    pub(crate) fn of(trace: Option<&Trace>) -> Option<Self> {
+    pub(crate) fn of(trace: Option<&TraceParent>) -> Option<Self> {
         let header = trace?.traceparent.as_deref()?;
         let parts: Vec<&str> = header.split('-').collect();
         // Later versions of the header may have more parts, but begin with these four.
@@ -140,14 +140,14 @@ impl Context {
 }
 
 /// The task that sends spans.
-struct Sender {
+struct SpanSender {
     address: String,
     path: String,
     service: String,
     lost: Arc<AtomicU64>,
 }
 
-impl Sender {
+impl SpanSender {
     async fn run(self, mut queue: mpsc::Receiver<Span>) {
         let mut batch = Vec::new();
         let mut complained = false;
@@ -192,7 +192,7 @@ impl Sender {
         );
         stream.write_all(head.as_bytes()).await?;
         stream.write_all(body).await?;
-        let answer = http::read_head(&mut stream, Kind::Response).await?;
+        let answer = http::read_head(&mut stream, HeadKind::Response).await?;
         match answer.status {
             200..300 => Ok(()),
             status => Err(io::Error::other(format!("the collector answered {status}"))),
@@ -236,8 +236,8 @@ impl Sender {
 mod tests {
     use super::*;
 
-    fn context(header: &str) -> Option<Context> {
-        Context::of(Some(&Trace {
+    fn context(header: &str) -> Option<TraceContext> {
+        TraceContext::of(Some(&TraceParent {
             traceparent: Some(header.to_owned()),
             tracestate: None,
         }))
@@ -265,7 +265,7 @@ mod tests {
         ] {
             assert_eq!(context(&bad), None, "{bad}");
         }
-        assert_eq!(Context::of(None), None);
+        assert_eq!(TraceContext::of(None), None);
     }
 
     #[tokio::test]

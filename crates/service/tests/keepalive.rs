@@ -4,10 +4,10 @@
 
 use std::time::{Duration, Instant};
 
-use exec_server_service::{ExecServerConfig, Listener, Server};
-use exec_server_testkit::wire::Client;
+use exec_server_service::{ExecServer, ExecServerConfig, Listener};
+use exec_server_testkit::wire::WireClient;
 use exec_server_transport::keepalive::KeepaliveConfig;
-use exec_server_transport::{ConnectOptions, Event, Link, connect};
+use exec_server_transport::{ConnectOptions, Link, LinkEvent, connect};
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -24,7 +24,7 @@ async fn serve() -> String {
         },
         ..ExecServerConfig::default()
     };
-    let server = Server::new(config).unwrap();
+    let server = ExecServer::new(config).unwrap();
     let listener = Listener::tcp("127.0.0.1:0".parse().unwrap(), false)
         .await
         .unwrap();
@@ -40,11 +40,11 @@ async fn dial(url: &str) -> Link {
 #[tokio::test]
 async fn silent_peer_is_disconnected_and_its_session_can_be_resumed() {
     let url = serve().await;
-    let mut silent = Client::new(dial(&url).await);
+    let mut silent = WireClient::new(dial(&url).await);
     silent.initialize(json!({"clientName": "silent"})).await;
     let (session, start) = (silent.session_id(), Instant::now());
 
-    let mut client = Client::new(dial(&url).await);
+    let mut client = WireClient::new(dial(&url).await);
     let params = json!({"clientName": "test", "resumeSessionId": session});
     let attached = client.refused("initialize", params.clone()).await;
     assert_eq!(attached.code, -32010, "{attached}");
@@ -65,7 +65,7 @@ async fn peer_that_only_answers_pings_stays_connected() {
     let (start, mut pings) = (Instant::now(), 0);
     while start.elapsed() < 2 * DEADLINE {
         match link.incoming.recv().await.unwrap() {
-            Some(Event::Ping(payload)) => {
+            Some(LinkEvent::Ping(payload)) => {
                 let payload = payload.to_vec();
                 link.outgoing.push_pong(&payload);
                 link.outgoing.flush().await.unwrap();

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::process::Pid;
 
-use super::reap::Usage;
+use super::reap::ResourceUsage;
 
 /// Proof that this process has a single thread.
 #[derive(Debug, Clone, Copy)]
@@ -26,7 +26,7 @@ impl OneThread {
 }
 
 /// The process in which a fork returned.
-pub enum Fork {
+pub enum ForkSide {
     /// In the child process.
     Child,
     /// In the parent process, with the pid of the child.
@@ -34,18 +34,18 @@ pub enum Fork {
 }
 
 /// Forks; `flags` are the namespaces that are created for the child.
-pub fn fork(_: OneThread, flags: c_int) -> io::Result<Fork> {
+pub fn fork(_: OneThread, flags: c_int) -> io::Result<ForkSide> {
     let flags = flags | libc::SIGCHLD;
     // SAFETY: without CLONE_VM and without a stack this is fork: the child has a copy of all
     // memory. This process has one thread, so no lock is held by a thread that does not exist in
     // the child.
     let pid = unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) };
     match pid {
-        0 => Ok(Fork::Child),
+        0 => Ok(ForkSide::Child),
         pid if pid > 0 => c_int::try_from(pid)
             .ok()
             .and_then(Pid::from_raw)
-            .map(Fork::Parent)
+            .map(ForkSide::Parent)
             .ok_or_else(|| io::Error::other("kernel returned an odd pid")),
         _ => Err(io::Error::last_os_error()),
     }
@@ -88,7 +88,7 @@ pub fn lend(_: OneThread, mut work: impl FnMut() -> c_int) -> io::Result<Pid> {
 }
 
 /// Forks a process whose parent is the parent of this process.
-pub fn fork_sibling(token: OneThread) -> io::Result<Fork> {
+pub fn fork_sibling(token: OneThread) -> io::Result<ForkSide> {
     fork(token, libc::CLONE_PARENT)
 }
 
@@ -160,12 +160,12 @@ pub fn end_namespace(_: OneThread) {
 }
 
 /// Returns the resource usage of the children that this process has reaped, with their descendants.
-pub fn used_by_children() -> Usage {
+pub fn used_by_children() -> ResourceUsage {
     // SAFETY: `rusage` is a plain C struct for which all zeroes is a valid value.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
     // SAFETY: a pointer to a live, writable local of the right type.
     unsafe { libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage) };
-    Usage::from(usage)
+    ResourceUsage::from(usage)
 }
 
 /// Closes the standard streams. They belong to the command: while another process holds them,
@@ -186,13 +186,13 @@ pub fn mount_attributes(
     propagation: u64,
 ) -> io::Result<()> {
     #[repr(C)]
-    struct Attributes {
+    struct MountAttributes {
         set: u64,
         clear: u64,
         propagation: u64,
         namespace: u64,
     }
-    let attributes = Attributes {
+    let attributes = MountAttributes {
         set,
         clear: 0,
         propagation,
@@ -206,7 +206,7 @@ pub fn mount_attributes(
             path.as_ptr(),
             flags,
             ptr::from_ref(&attributes),
-            size_of::<Attributes>(),
+            size_of::<MountAttributes>(),
         )
     };
     if result < 0 {

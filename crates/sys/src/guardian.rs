@@ -145,10 +145,10 @@ fn end_orphans(descendants_of: fn(Pid) -> Vec<Pid>) {
         // Listing is slow if there are many descendants, so reap every child that ends first.
         loop {
             match reap_all() {
-                Reaped::NoChildren => return,
-                Reaped::Some => pause = PAUSES.0,
-                Reaped::None if child_ends_within(pause) => {}
-                Reaped::None => break,
+                GuardianReap::NoChildren => return,
+                GuardianReap::Some => pause = PAUSES.0,
+                GuardianReap::None if child_ends_within(pause) => {}
+                GuardianReap::None => break,
             }
         }
         pause = (pause * 2).min(PAUSES.1);
@@ -156,22 +156,22 @@ fn end_orphans(descendants_of: fn(Pid) -> Vec<Pid>) {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Reaped {
+enum GuardianReap {
     Some,
     None,
     NoChildren,
 }
 
 /// Reaps every child that has ended.
-fn reap_all() -> Reaped {
-    let mut reaped = Reaped::None;
+fn reap_all() -> GuardianReap {
+    let mut reaped = GuardianReap::None;
     loop {
         // SAFETY: reaps any child of ours; a null status is allowed.
         match unsafe { libc::waitpid(-1, ptr::null_mut(), libc::WNOHANG) } {
             0 => return reaped,
-            pid if pid > 0 => reaped = Reaped::Some,
+            pid if pid > 0 => reaped = GuardianReap::Some,
             _ if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
-            _ => return Reaped::NoChildren,
+            _ => return GuardianReap::NoChildren,
         }
     }
 }

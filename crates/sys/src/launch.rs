@@ -42,7 +42,7 @@ pub struct Launch<'a> {
 
 /// The step at which a launch failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Step {
+pub enum SpawnStep {
     /// Creating the child.
     Clone,
     /// Making standard input the controlling terminal.
@@ -61,20 +61,20 @@ pub enum Step {
 
 /// Launch failure. The child has been reaped.
 #[derive(Debug)]
-pub struct LaunchError {
+pub struct SpawnError {
     /// The step that failed.
-    pub step: Step,
+    pub step: SpawnStep,
     /// The error of the system call.
     pub source: io::Error,
 }
 
 /// Launch parameters, and the failure that the child writes into the parent's memory before it
 /// exits.
-struct Plan<'a> {
+struct ChildPlan<'a> {
     launch: &'a Launch<'a>,
     argv: Vec<*const c_char>,
     env: Vec<*const c_char>,
-    failed: Option<(Step, c_int)>,
+    failed: Option<(SpawnStep, c_int)>,
 }
 
 /// Enough for a few system call wrappers; the child calls nothing that recurses or allocates.
@@ -90,14 +90,14 @@ thread_local! {
 /// # Errors
 ///
 /// The step that failed; no process is left.
-pub fn launch(launch: &Launch<'_>) -> Result<(Pid, OwnedFd), LaunchError> {
+pub fn launch(launch: &Launch<'_>) -> Result<(Pid, OwnedFd), SpawnError> {
     let pointers = |list: &[&CStr]| -> Vec<*const c_char> {
         list.iter()
             .map(|text| text.as_ptr())
             .chain([ptr::null()])
             .collect()
     };
-    let mut plan = Plan {
+    let mut plan = ChildPlan {
         launch,
         argv: pointers(launch.argv),
         env: pointers(launch.env),
@@ -105,9 +105,9 @@ pub fn launch(launch: &Launch<'_>) -> Result<(Pid, OwnedFd), LaunchError> {
     };
     let mut pidfd: c_int = -1;
     let pid = STACK.with_borrow_mut(|stack| clone_child(stack, &mut plan, &mut pidfd));
-    let fail = |step, source| Err(LaunchError { step, source });
+    let fail = |step, source| Err(SpawnError { step, source });
     if pid < 0 {
-        return fail(Step::Clone, io::Error::last_os_error());
+        return fail(SpawnStep::Clone, io::Error::last_os_error());
     }
     // SAFETY: the kernel has just created this descriptor, and no other code uses it.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
@@ -118,15 +118,15 @@ pub fn launch(launch: &Launch<'_>) -> Result<(Pid, OwnedFd), LaunchError> {
     }
     match Pid::from_raw(pid) {
         Some(pid) => Ok((pid, pidfd)),
-        None => fail(Step::Clone, io::Error::other("kernel returned pid 0")),
+        None => fail(SpawnStep::Clone, io::Error::other("kernel returned pid 0")),
     }
 }
 
-fn clone_child(stack: &mut [u8], plan: &mut Plan<'_>, pidfd: &mut c_int) -> c_int {
+fn clone_child(stack: &mut [u8], plan: &mut ChildPlan<'_>, pidfd: &mut c_int) -> c_int {
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
     // The stack grows down from its end, which must be aligned to 16 bytes.
     let top = (stack.as_mut_ptr_range().end as usize & !15) as *mut c_void;
-    let plan: *mut Plan<'_> = plan;
+    let plan: *mut ChildPlan<'_> = plan;
     // SAFETY: sigset_t is plain data; sigfillset fills it before use.
     let (mut all, mut old): (libc::sigset_t, libc::sigset_t) =
         unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
@@ -149,7 +149,7 @@ fn clone_child(stack: &mut [u8], plan: &mut Plan<'_>, pidfd: &mut c_int) -> c_in
 /// Runs in the child until it executes the program.
 extern "C" fn child(plan: *mut c_void) -> c_int {
     // SAFETY: `clone_child` passes a valid, exclusive pointer that outlives the child's use of it.
-    let plan = unsafe { &mut *plan.cast::<Plan<'_>>() };
+    let plan = unsafe { &mut *plan.cast::<ChildPlan<'_>>() };
     // SAFETY: see `clone_child`; `become_program` calls only functions that are safe after vfork.
     let failed = unsafe { become_program(plan) };
     plan.failed = Some(failed);
@@ -163,7 +163,7 @@ extern "C" fn child(plan: *mut c_void) -> c_int {
 ///
 /// Must run in a vfork-like child with all signals blocked: it changes descriptors, signal actions,
 /// limits and the working directory of the calling process.
-unsafe fn become_program(plan: &Plan<'_>) -> (Step, c_int) {
+unsafe fn become_program(plan: &ChildPlan<'_>) -> (SpawnStep, c_int) {
     // SAFETY: always valid to read the calling thread's errno.
     let errno = || unsafe { *libc::__errno_location() };
     let launch = plan.launch;
@@ -181,31 +181,31 @@ unsafe fn become_program(plan: &Plan<'_>) -> (Step, c_int) {
         super::own::restore();
         let stdin = launch.stdin.as_raw_fd();
         if launch.controlling_terminal && libc::ioctl(stdin, libc::TIOCSCTTY, 0) < 0 {
-            return (Step::Terminal, errno());
+            return (SpawnStep::Terminal, errno());
         }
         for group in launch.groups {
             if libc::write(group.as_raw_fd(), c"0".as_ptr().cast(), 1) < 0 {
-                return (Step::Group, errno());
+                return (SpawnStep::Group, errno());
             }
         }
         let files = [stdin, launch.stdout.as_raw_fd(), launch.stderr.as_raw_fd()];
         for (target, &file) in (0..).zip(&files) {
             if libc::dup2(file, target) < 0 {
-                return (Step::Descriptors, errno());
+                return (SpawnStep::Descriptors, errno());
             }
         }
         let mut next = 3;
         for file in launch.extra {
             if libc::dup2(file.as_raw_fd(), next) < 0 {
-                return (Step::Descriptors, errno());
+                return (SpawnStep::Descriptors, errno());
             }
             next += 1;
         }
         if libc::syscall(libc::SYS_close_range, next, c_int::MAX, 0) < 0 {
-            return (Step::Descriptors, errno());
+            return (SpawnStep::Descriptors, errno());
         }
         if libc::chdir(launch.cwd.as_ptr()) < 0 {
-            return (Step::Directory, errno());
+            return (SpawnStep::Directory, errno());
         }
         for &(resource, value) in launch.limits {
             let limit = libc::rlimit64 {
@@ -213,7 +213,7 @@ unsafe fn become_program(plan: &Plan<'_>) -> (Step, c_int) {
                 rlim_max: value,
             };
             if libc::prlimit64(0, resource, &limit, ptr::null_mut()) < 0 {
-                return (Step::Limit(resource), errno());
+                return (SpawnStep::Limit(resource), errno());
             }
         }
         let mut none: libc::sigset_t = std::mem::zeroed();
@@ -229,9 +229,12 @@ unsafe fn become_program(plan: &Plan<'_>) -> (Step, c_int) {
             match last {
                 libc::EACCES => forbidden = true,
                 libc::ENOENT | libc::ENOTDIR => {}
-                _ => return (Step::Execute, last),
+                _ => return (SpawnStep::Execute, last),
             }
         }
-        (Step::Execute, if forbidden { libc::EACCES } else { last })
+        (
+            SpawnStep::Execute,
+            if forbidden { libc::EACCES } else { last },
+        )
     }
 }

@@ -7,18 +7,18 @@ use serde::{Deserialize, Serialize};
 
 /// How a reaped child ended, and its resource usage.
 #[derive(Debug, Clone, Copy)]
-pub struct Reaped {
+pub struct ReapedChild {
     /// Exit status, or `None` if a signal ended the child.
     pub code: Option<i32>,
     /// The signal that ended it.
     pub signal: Option<i32>,
     /// Resources that the child and its reaped children have used.
-    pub usage: Usage,
+    pub usage: ResourceUsage,
 }
 
 /// Resource usage of a process, including the children that it has waited for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Usage {
+pub struct ResourceUsage {
     /// Processor time in user mode, in microseconds.
     pub user_micros: u64,
     /// Processor time in the kernel, in microseconds.
@@ -27,7 +27,7 @@ pub struct Usage {
     pub max_rss_bytes: u64,
 }
 
-impl From<libc::rusage> for Usage {
+impl From<libc::rusage> for ResourceUsage {
     fn from(usage: libc::rusage) -> Self {
         Self {
             user_micros: micros(usage.ru_utime),
@@ -43,7 +43,7 @@ impl From<libc::rusage> for Usage {
 /// # Errors
 ///
 /// `ECHILD` if it is not a child of this process, or if other code has already reaped it.
-pub fn try_reap(pid: Pid) -> io::Result<Option<Reaped>> {
+pub fn try_reap(pid: Pid) -> io::Result<Option<ReapedChild>> {
     let mut status = 0;
     // SAFETY: `rusage` is a plain C struct for which all zeroes is a valid value.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
@@ -59,7 +59,7 @@ pub fn try_reap(pid: Pid) -> io::Result<Option<Reaped>> {
     match reaped {
         0 => Ok(None),
         -1 => Err(io::Error::last_os_error()),
-        _ => Ok(Some(Reaped {
+        _ => Ok(Some(ReapedChild {
             code: libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)),
             signal: libc::WIFSIGNALED(status).then(|| libc::WTERMSIG(status)),
             usage: usage.into(),

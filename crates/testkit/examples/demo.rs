@@ -7,9 +7,9 @@
 use std::env;
 use std::time::Duration;
 
-use exec_server_testkit::codex::{self, Home};
-use exec_server_testkit::fake_model::{Call, FakeModel, Turn};
-use exec_server_testkit::server::Server;
+use exec_server_testkit::codex::{self, CodexHome};
+use exec_server_testkit::fake_model::{FakeModel, FunctionCall, ModelTurn};
+use exec_server_testkit::server::ServerProcess;
 use tokio::process::Command;
 
 const COMMAND: &str = r#"echo "pid $$, child of $PPID: $(tr '\0' ' ' <"/proc/$PPID/cmdline")""#;
@@ -21,23 +21,23 @@ async fn main() {
     let program = words.next().expect("usage: demo SERVER [ARGS]");
     let mut command = Command::new(program);
     command.args(words);
-    let server = Server::start(command).await;
+    let server = ServerProcess::start(command).await;
     println!("server      pid {} on {}", server.pid(), server.url());
 
-    let question = Call::exec_command("question", QUESTION, 500).with("tty", true);
+    let question = FunctionCall::exec_command("question", QUESTION, 500).with("tty", true);
     let model = FakeModel::start([
-        Turn::Calls(vec![Call::exec_command("command", COMMAND, 10_000)]),
-        Turn::Calls(vec![question]),
-        Turn::Calls(vec![Call::write_stdin(
+        ModelTurn::Calls(vec![FunctionCall::exec_command("command", COMMAND, 10_000)]),
+        ModelTurn::Calls(vec![question]),
+        ModelTurn::Calls(vec![FunctionCall::write_stdin(
             "answer",
             "question",
             "a scripted model\n",
             10_000,
         )]),
-        Turn::Message("done".to_owned()),
+        ModelTurn::Message("done".to_owned()),
     ])
     .await;
-    let home = Home::new();
+    let home = CodexHome::new();
     codex::exec(&home, &model, server.url(), Duration::from_secs(60)).await;
     model.finish();
 

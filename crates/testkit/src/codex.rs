@@ -16,7 +16,7 @@ use tokio::process::Command;
 use tokio::time::timeout;
 
 use crate::fake_model::FakeModel;
-use crate::server::Server;
+use crate::server::ServerProcess;
 
 /// Path of the binary, from `CODEX_BIN`.
 ///
@@ -67,11 +67,11 @@ pub fn version() -> [u32; 3] {
 
 /// A new `CODEX_HOME` and an empty project directory, both removed on drop.
 #[derive(Debug)]
-pub struct Home {
+pub struct CodexHome {
     root: TempDir,
 }
 
-impl Home {
+impl CodexHome {
     /// Creates the directories.
     ///
     /// # Panics
@@ -174,29 +174,29 @@ impl Home {
     }
 }
 
-impl Default for Home {
+impl Default for CodexHome {
     fn default() -> Self {
         Self::new()
     }
 }
 
 /// Starts `codex exec-server` with extra environment variables.
-pub async fn exec_server(home: &Home, variables: &[(&str, &str)]) -> Server {
+pub async fn exec_server(home: &CodexHome, variables: &[(&str, &str)]) -> ServerProcess {
     let mut command = home.command();
     command.arg("exec-server").envs(variables.iter().copied());
-    Server::start(command).await
+    ServerProcess::start(command).await
 }
 
 /// Starts `codex exec-server` with these flags.
-pub async fn exec_server_with(home: &Home, flags: &[&str]) -> Server {
+pub async fn exec_server_with(home: &CodexHome, flags: &[&str]) -> ServerProcess {
     let mut command = home.command();
     command.arg("exec-server").args(flags);
-    Server::start(command).await
+    ServerProcess::start(command).await
 }
 
 /// A registered environment, as the CLI is configured with it.
 #[derive(Debug, Clone)]
-pub struct Registry {
+pub struct CodexRegistry {
     /// URL of the registry: `http://` on this machine.
     pub url: String,
     /// Id of the environment.
@@ -207,19 +207,19 @@ pub struct Registry {
 
 /// The CLI as executor; dropping it ends the process.
 #[derive(Debug)]
-pub struct Executor {
+pub struct CodexExecutor {
     child: tokio::process::Child,
     pid: u32,
 }
 
-impl Executor {
+impl CodexExecutor {
     /// Whether the process is running.
     pub fn is_running(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 }
 
-impl Drop for Executor {
+impl Drop for CodexExecutor {
     fn drop(&mut self) {
         crate::server::end(&mut self.child, self.pid);
     }
@@ -231,7 +231,11 @@ impl Drop for Executor {
 ///
 /// It cannot be started.
 #[must_use]
-pub fn remote_executor(home: &Home, registry: &Registry, variables: &[(&str, &str)]) -> Executor {
+pub fn remote_executor(
+    home: &CodexHome,
+    registry: &CodexRegistry,
+    variables: &[(&str, &str)],
+) -> CodexExecutor {
     let mut command = home.command();
     command
         .envs(variables.iter().copied())
@@ -246,13 +250,13 @@ pub fn remote_executor(home: &Home, registry: &Registry, variables: &[(&str, &st
         .spawn()
         .unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
     let pid = child.id().expect("a child that was not awaited has a pid");
-    Executor { child, pid }
+    CodexExecutor { child, pid }
 }
 
 /// Command of `codex app-server`, which communicates over standard input and output, with an
 /// environment of a registry.
 #[must_use]
-pub fn app_server(home: &Home, registry: &Registry) -> Command {
+pub fn app_server(home: &CodexHome, registry: &CodexRegistry) -> Command {
     let mut command = home.command();
     command
         .arg("app-server")
@@ -272,11 +276,11 @@ pub fn app_server(home: &Home, registry: &Registry) -> Command {
 ///
 /// As [`exec`].
 pub async fn exec_registered(
-    home: &Home,
+    home: &CodexHome,
     model: &FakeModel,
-    registry: &Registry,
+    registry: &CodexRegistry,
     limit: Duration,
-) -> Run {
+) -> CodexRun {
     home.configure(&config(model, "danger-full-access"));
     let variables = [
         ("CODEX_EXEC_SERVER_NOISE_REGISTRY_URL", &*registry.url),
@@ -291,7 +295,7 @@ pub async fn exec_registered(
 
 /// Result of `codex exec --json`.
 #[derive(Debug)]
-pub struct Run {
+pub struct CodexRun {
     /// Exit status.
     pub status: ExitStatus,
     /// Its stdout: one JSON event per line.
@@ -300,7 +304,7 @@ pub struct Run {
     pub stderr: String,
 }
 
-impl Run {
+impl CodexRun {
     /// Returns the completed command items in order, as the CLI displays them.
     pub fn commands(&self) -> impl Iterator<Item = &Value> {
         self.events
@@ -316,7 +320,12 @@ impl Run {
 /// # Panics
 ///
 /// It takes longer than `limit`, prints anything but JSON, or fails.
-pub async fn exec(home: &Home, model: &FakeModel, server_url: &str, limit: Duration) -> Run {
+pub async fn exec(
+    home: &CodexHome,
+    model: &FakeModel,
+    server_url: &str,
+    limit: Duration,
+) -> CodexRun {
     exec_in(home, model, server_url, "danger-full-access", limit).await
 }
 
@@ -326,12 +335,12 @@ pub async fn exec(home: &Home, model: &FakeModel, server_url: &str, limit: Durat
 ///
 /// As [`exec`].
 pub async fn exec_in(
-    home: &Home,
+    home: &CodexHome,
     model: &FakeModel,
     server_url: &str,
     sandbox_mode: &str,
     limit: Duration,
-) -> Run {
+) -> CodexRun {
     exec_with(home, model, server_url, sandbox_mode, "", limit).await
 }
 
@@ -341,13 +350,13 @@ pub async fn exec_in(
 ///
 /// As [`exec`].
 pub async fn exec_with(
-    home: &Home,
+    home: &CodexHome,
     model: &FakeModel,
     server_url: &str,
     sandbox_mode: &str,
     tables: &str,
     limit: Duration,
-) -> Run {
+) -> CodexRun {
     home.configure(&(config(model, sandbox_mode) + tables));
     run(home, model, &[("CODEX_EXEC_SERVER_URL", server_url)], limit).await
 }
@@ -358,13 +367,13 @@ pub async fn exec_with(
 ///
 /// As [`exec`].
 pub async fn exec_reviewed(
-    home: &Home,
+    home: &CodexHome,
     model: &FakeModel,
     server_url: &str,
     sandbox_mode: &str,
     tables: &str,
     limit: Duration,
-) -> Run {
+) -> CodexRun {
     let nobody = "approval_policy = \"never\"";
     let reviewed = "approval_policy = \"on-request\"\napprovals_reviewer = \"auto_review\"";
     let config = config(model, sandbox_mode).replace(nobody, reviewed);
@@ -377,12 +386,22 @@ pub async fn exec_reviewed(
 /// # Panics
 ///
 /// As [`exec`].
-pub async fn exec_configured(home: &Home, model: &FakeModel, more: &str, limit: Duration) -> Run {
+pub async fn exec_configured(
+    home: &CodexHome,
+    model: &FakeModel,
+    more: &str,
+    limit: Duration,
+) -> CodexRun {
     home.configure(&(config(model, "danger-full-access") + more));
     run(home, model, &[], limit).await
 }
 
-async fn run(home: &Home, model: &FakeModel, variables: &[(&str, &str)], limit: Duration) -> Run {
+async fn run(
+    home: &CodexHome,
+    model: &FakeModel,
+    variables: &[(&str, &str)],
+    limit: Duration,
+) -> CodexRun {
     let mut command = home.command();
     command
         .envs(variables.iter().copied())
@@ -412,7 +431,7 @@ async fn run(home: &Home, model: &FakeModel, variables: &[(&str, &str)], limit: 
         "`codex exec` ended with {}\n{stdout}\n{stderr}",
         output.status
     );
-    Run {
+    CodexRun {
         status: output.status,
         events,
         stderr,

@@ -19,20 +19,20 @@ use tokio::task::JoinHandle;
 
 /// One response of the model.
 #[derive(Debug)]
-pub enum Turn {
+pub enum ModelTurn {
     /// Delay the response until this is sent (or its sender is dropped), then play the next turn.
     ///
     /// With it, a test can make the model wait for an effect of a command.
     Wait(oneshot::Receiver<()>),
     /// Call tools concurrently, and wait for a request with their outputs.
-    Calls(Vec<Call>),
+    Calls(Vec<FunctionCall>),
     /// Respond with a message, which ends the run.
     Message(String),
 }
 
 /// One function call of a turn.
 #[derive(Debug, Clone)]
-pub struct Call {
+pub struct FunctionCall {
     id: String,
     name: &'static str,
     arguments: Value,
@@ -42,7 +42,7 @@ pub struct Call {
     server: Option<String>,
 }
 
-impl Call {
+impl FunctionCall {
     /// Calls a tool of an MCP server, named as in the client's configuration.
     #[must_use]
     pub fn mcp(id: &str, server: &str, tool: &'static str, arguments: Value) -> Self {
@@ -123,14 +123,14 @@ impl Call {
 pub struct FakeModel {
     address: SocketAddr,
     /// Never locked across an await.
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<FakeModelState>>,
     accepting: JoinHandle<()>,
 }
 
 #[derive(Debug)]
-struct State {
+struct FakeModelState {
     /// Turns that were not played yet.
-    script: VecDeque<Turn>,
+    script: VecDeque<ModelTurn>,
     /// `input` of each POST so far, oldest first.
     inputs: Vec<Vec<Value>>,
     /// Errors of the script or the server, reported by [`FakeModel::finish`].
@@ -143,7 +143,7 @@ impl FakeModel {
     /// # Panics
     ///
     /// No port is available.
-    pub async fn start(script: impl IntoIterator<Item = Turn>) -> Self {
+    pub async fn start(script: impl IntoIterator<Item = ModelTurn>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0")
             .await
             .expect("a loopback port");
@@ -151,7 +151,7 @@ impl FakeModel {
             .local_addr()
             .expect("the address of a bound listener");
         let script = script.into_iter().collect();
-        let state = State {
+        let state = FakeModelState {
             script,
             inputs: Vec::new(),
             failures: Vec::new(),
@@ -207,11 +207,11 @@ impl Drop for FakeModel {
     }
 }
 
-impl State {
+impl FakeModelState {
     /// Removes and returns the next turn if it is a wait.
     fn next_wait(&mut self) -> Option<oneshot::Receiver<()>> {
         match self.script.pop_front()? {
-            Turn::Wait(wait) => Some(wait),
+            ModelTurn::Wait(wait) => Some(wait),
             other => {
                 self.script.push_front(other);
                 None
@@ -226,12 +226,12 @@ impl State {
             .pop_front()
             .ok_or("asked once more than the script has turns")?;
         let items = match turn {
-            Turn::Wait(_) => Err("a wait follows a wait in the script".to_owned()),
-            Turn::Calls(calls) => calls
+            ModelTurn::Wait(_) => Err("a wait follows a wait in the script".to_owned()),
+            ModelTurn::Calls(calls) => calls
                 .iter()
                 .map(|call| call.item(&input))
                 .collect::<Result<Vec<_>, _>>(),
-            Turn::Message(text) => Ok(vec![json!({
+            ModelTurn::Message(text) => Ok(vec![json!({
                 "type": "message",
                 "role": "assistant",
                 "id": "message",
@@ -283,7 +283,7 @@ fn output_of(input: &[Value], id: &str) -> Option<String> {
     })
 }
 
-async fn accept(listener: TcpListener, state: Arc<Mutex<State>>) {
+async fn accept(listener: TcpListener, state: Arc<Mutex<FakeModelState>>) {
     while let Ok((stream, _)) = listener.accept().await {
         let state = Arc::clone(&state);
         tokio::spawn(async move {
@@ -295,7 +295,7 @@ async fn accept(listener: TcpListener, state: Arc<Mutex<State>>) {
 }
 
 /// Serves one request and closes the connection.
-async fn serve(mut stream: TcpStream, state: &Mutex<State>) -> io::Result<()> {
+async fn serve(mut stream: TcpStream, state: &Mutex<FakeModelState>) -> io::Result<()> {
     let Some(request) = read_request(&mut stream).await? else {
         return Ok(());
     };
@@ -337,14 +337,14 @@ async fn serve(mut stream: TcpStream, state: &Mutex<State>) -> io::Result<()> {
     stream.shutdown().await
 }
 
-struct Request {
+struct ModelRequest {
     method: String,
     path: String,
     body: Vec<u8>,
 }
 
 /// Reads one request with a `Content-Length`; `None` if the peer closed without a request.
-async fn read_request(stream: &mut TcpStream) -> io::Result<Option<Request>> {
+async fn read_request(stream: &mut TcpStream) -> io::Result<Option<ModelRequest>> {
     let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
     let mut bytes = Vec::with_capacity(64 << 10);
     loop {
@@ -386,7 +386,7 @@ async fn read_request(stream: &mut TcpStream) -> io::Result<Option<Request>> {
         if bytes.len() - start < length {
             continue;
         }
-        return Ok(Some(Request {
+        return Ok(Some(ModelRequest {
             method: head.method.unwrap_or_default().to_owned(),
             path: head.path.unwrap_or_default().to_owned(),
             body: bytes[start..].to_vec(),
@@ -424,9 +424,11 @@ mod tests {
     #[tokio::test]
     async fn script_is_played_with_session_id_of_earlier_call() {
         let model = FakeModel::start([
-            Turn::Calls(vec![Call::exec_command("a", "cat", 250).with("tty", true)]),
-            Turn::Calls(vec![Call::write_stdin("b", "a", "x\n", 250)]),
-            Turn::Message("done".into()),
+            ModelTurn::Calls(vec![
+                FunctionCall::exec_command("a", "cat", 250).with("tty", true),
+            ]),
+            ModelTurn::Calls(vec![FunctionCall::write_stdin("b", "a", "x\n", 250)]),
+            ModelTurn::Message("done".into()),
         ])
         .await;
 
@@ -459,7 +461,9 @@ mod tests {
     #[tokio::test]
     #[should_panic(expected = "left no session running")]
     async fn finish_reports_a_write_to_an_ended_session() {
-        let script = [Turn::Calls(vec![Call::write_stdin("b", "a", "x", 250)])];
+        let script = [ModelTurn::Calls(vec![FunctionCall::write_stdin(
+            "b", "a", "x", 250,
+        )])];
         let model = FakeModel::start(script).await;
         post(&model, json!([answer("a", "Process exited with code 0")])).await;
         model.finish();

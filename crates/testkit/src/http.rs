@@ -1,6 +1,6 @@
 //! HTTP/1.1 client for single requests, each on a new connection.
 
-use exec_server_transport::http::{Kind, read_head};
+use exec_server_transport::http::{HeadKind, read_head};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -32,7 +32,7 @@ pub async fn request(method: &str, url: &str, token: Option<&str>, body: &str) -
         .write_all(request.as_bytes())
         .await
         .expect("a request can be sent");
-    let head = read_head(&mut stream, Kind::Response)
+    let head = read_head(&mut stream, HeadKind::Response)
         .await
         .unwrap_or_else(|error| panic!("{url} did not answer: {error}"));
     let mut text = head.rest;

@@ -14,17 +14,17 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use crate::codex::{self, Home, Run};
-use crate::fake_model::{Call, FakeModel, Turn};
-use crate::server::Server;
-use crate::site::{self, Site, say};
+use crate::codex::{self, CodexHome, CodexRun};
+use crate::fake_model::{FakeModel, FunctionCall, ModelTurn};
+use crate::server::ServerProcess;
+use crate::site::{self, HttpSite, say};
 
 /// Both output streams and the exit code of a short command reach the model.
 pub async fn command_reports_streams_and_exit_code(url: &str) {
     let command = "echo to-stdout; echo to-stderr >&2; exit 3";
-    let session = Session::run(
+    let session = FinishedSession::run(
         url,
-        [Turn::Calls(vec![Call::exec_command(
+        [ModelTurn::Calls(vec![FunctionCall::exec_command(
             "run",
             command,
             UNTIL_EXIT_MS,
@@ -50,7 +50,7 @@ pub async fn command_reports_streams_and_exit_code(url: &str) {
 /// CLI.
 ///
 /// Start the server with [`MARKER`] in its environment.
-pub async fn command_runs_on_the_server(server: &Server) {
+pub async fn command_runs_on_the_server(server: &ServerProcess) {
     let (name, value) = MARKER;
     let command = format!(
         r#"echo "marker=${name} call=$CODEX_TOOL_CALL_ID in=$PWD"
@@ -60,12 +60,12 @@ pub async fn command_runs_on_the_server(server: &Server) {
             pid=$(sed -n 's/^PPid:[[:space:]]*//p' "/proc/$pid/status")
         done"#
     );
-    let script = [Turn::Calls(vec![Call::exec_command(
+    let script = [ModelTurn::Calls(vec![FunctionCall::exec_command(
         "where",
         &command,
         UNTIL_EXIT_MS,
     )])];
-    let session = Session::run(server.url(), script).await;
+    let session = FinishedSession::run(server.url(), script).await;
 
     let answer = session.answer("where");
     let place = session.home.work();
@@ -79,15 +79,21 @@ pub async fn command_runs_on_the_server(server: &Server) {
 ///
 /// The command does not run.
 pub async fn command_runs_with_a_token(url: &str, token: &str) {
-    let home = Home::new();
+    let home = CodexHome::new();
     let environments = format!(
         "default = \"guarded\"\ninclude_local = false\n\n[[environments]]\nid = \"guarded\"\n\
          url = \"{url}\"\nauth_bearer_token = \"{token}\"\n"
     );
     std::fs::write(home.path().join("environments.toml"), environments)
         .expect("the CLI's environments to be written");
-    let call = Call::exec_command("run", "echo let-in; exit 4", UNTIL_EXIT_MS);
-    let session = Session::run_in(home, url, "danger-full-access", [Turn::Calls(vec![call])]).await;
+    let call = FunctionCall::exec_command("run", "echo let-in; exit 4", UNTIL_EXIT_MS);
+    let session = FinishedSession::run_in(
+        home,
+        url,
+        "danger-full-access",
+        [ModelTurn::Calls(vec![call])],
+    )
+    .await;
     let answer = session.answer("run");
     expect(&answer, &["Process exited with code 4\n", "let-in\n"]);
 }
@@ -97,13 +103,14 @@ pub async fn command_runs_with_a_token(url: &str, token: &str) {
 /// # Panics
 ///
 /// Its output or exit code does not reach the model.
-pub async fn command_runs_through_a_registry(registry: &codex::Registry) {
-    let home = Home::new();
+pub async fn command_runs_through_a_registry(registry: &codex::CodexRegistry) {
+    let home = CodexHome::new();
     let (name, value) = MARKER;
     let command = format!("echo \"marker=${name}\"; seq 1 100000; exit 6");
-    let call = Call::exec_command("run", &command, UNTIL_EXIT_MS).with("max_output_tokens", 2000);
-    let end = Turn::Message("done".to_owned());
-    let model = FakeModel::start([Turn::Calls(vec![call]), end]).await;
+    let call =
+        FunctionCall::exec_command("run", &command, UNTIL_EXIT_MS).with("max_output_tokens", 2000);
+    let end = ModelTurn::Message("done".to_owned());
+    let model = FakeModel::start([ModelTurn::Calls(vec![call]), end]).await;
     let run = codex::exec_registered(&home, &model, registry, RUN_LIMIT).await;
     model.finish();
     let answer = model
@@ -124,7 +131,7 @@ pub async fn command_runs_through_a_registry(registry: &codex::Registry) {
 ///
 /// Output is missing.
 pub async fn command_survives_a_cut(
-    registry: &codex::Registry,
+    registry: &codex::CodexRegistry,
     cut: impl Future<Output = ()> + Send + 'static,
 ) {
     survives(Way::Registry(registry), 10, RUN_LIMIT, cut).await;
@@ -153,7 +160,7 @@ pub enum Way<'a> {
     /// At this URL.
     Url(&'a str),
     /// Through this registry.
-    Registry(&'a codex::Registry),
+    Registry(&'a codex::CodexRegistry),
 }
 
 /// Runs a command that prints a line each second, awaits `cut` after its start, and checks that all
@@ -164,7 +171,7 @@ async fn survives(
     limit: Duration,
     cut: impl Future<Output = ()> + Send + 'static,
 ) {
-    let home = Home::new();
+    let home = CodexHome::new();
     let mut tether = Tether::new().await;
     let command = format!(
         "{}; for i in $(seq 1 {lines}); do echo line-$i; sleep 1; done; exit 8",
@@ -178,10 +185,15 @@ async fn survives(
         let _ = started.send(());
     });
     let script = [
-        Turn::Calls(vec![Call::exec_command("run", &command, YIELD_MS)]),
-        Turn::Wait(begun),
-        Turn::Calls(vec![Call::write_stdin("wait", "run", "", UNTIL_EXIT_MS)]),
-        Turn::Message("done".to_owned()),
+        ModelTurn::Calls(vec![FunctionCall::exec_command("run", &command, YIELD_MS)]),
+        ModelTurn::Wait(begun),
+        ModelTurn::Calls(vec![FunctionCall::write_stdin(
+            "wait",
+            "run",
+            "",
+            UNTIL_EXIT_MS,
+        )]),
+        ModelTurn::Message("done".to_owned()),
     ];
     let model = FakeModel::start(script).await;
     let run = match way {
@@ -210,12 +222,12 @@ async fn survives(
 pub async fn sandboxed_command_writes_only_to_the_workspace(url: &str) {
     let command = "echo inside > made; cat made; echo outside > ../beside; mkdir .codex/x; \
                    echo \"codes=$? $(ls -d ../beside 2>/dev/null)\"";
-    let script = [Turn::Calls(vec![Call::exec_command(
+    let script = [ModelTurn::Calls(vec![FunctionCall::exec_command(
         "run",
         command,
         UNTIL_EXIT_MS,
     )])];
-    let session = Session::run_in(Home::new(), url, "workspace-write", script).await;
+    let session = FinishedSession::run_in(CodexHome::new(), url, "workspace-write", script).await;
 
     let answer = session.answer("run");
     expect(
@@ -229,7 +241,7 @@ pub async fn sandboxed_command_writes_only_to_the_workspace(url: &str) {
 /// In a managed network a command reaches the hosts that the CLI allows through the server's proxy,
 /// gets an error response for others, and has no other network access.
 pub async fn managed_network_allows_only_hosts_of_the_cli(url: &str) {
-    let site = Site::saying(site::answer("200 OK", "", "reached\n")).await;
+    let site = HttpSite::saying(site::answer("200 OK", "", "reached\n")).await;
     let command = format!(
         r#"ask() {{ echo "[$1]"; shift; curl -sS -i -m 20 "$@" 2>&1; echo "[ended with $?]"; }}
         echo "proxy=$HTTP_PROXY"
@@ -241,13 +253,14 @@ pub async fn managed_network_allows_only_hosts_of_the_cli(url: &str) {
         ask direct --noproxy '*' '{site}/direct'"#,
         site = site.url("")
     );
-    let script = [Turn::Calls(vec![Call::exec_command(
+    let script = [ModelTurn::Calls(vec![FunctionCall::exec_command(
         "run",
         &command,
         UNTIL_EXIT_MS,
     )])];
     let tables = format!("{NETWORK}\n[features.network_proxy]\nenabled = true\n{DOMAINS}");
-    let session = Session::follow(Home::new(), url, "workspace-write", &tables, script).await;
+    let session =
+        FinishedSession::follow(CodexHome::new(), url, "workspace-write", &tables, script).await;
 
     let answer = session.answer("run");
     expect(&answer, &["proxy=http://127.0.0.1:"]);
@@ -285,7 +298,7 @@ pub async fn managed_network_allows_only_hosts_of_the_cli(url: &str) {
 ///
 /// The model was not requested to review.
 pub async fn model_review_decides_about_an_unlisted_host(url: &str, outcome: &str) -> String {
-    let home = Home::new();
+    let home = CodexHome::new();
     let domains = DOMAINS.replace("features.network_proxy", "experimental_network");
     home.require(&format!(
         "[experimental_network]\nenabled = true\n{domains}"
@@ -297,9 +310,13 @@ pub async fn model_review_decides_about_an_unlisted_host(url: &str, outcome: &st
     });
     // The CLI uses the same model for both conversations; the second is the review.
     let script = [
-        Turn::Calls(vec![Call::exec_command("run", &command, UNTIL_EXIT_MS)]),
-        Turn::Message(review.to_string()),
-        Turn::Message("done".to_owned()),
+        ModelTurn::Calls(vec![FunctionCall::exec_command(
+            "run",
+            &command,
+            UNTIL_EXIT_MS,
+        )]),
+        ModelTurn::Message(review.to_string()),
+        ModelTurn::Message("done".to_owned()),
     ];
     let model = FakeModel::start(script).await;
     let run = codex::exec_reviewed(&home, &model, url, "workspace-write", NETWORK, RUN_LIMIT).await;
@@ -322,8 +339,8 @@ const DOMAINS: &str = "\n[features.network_proxy.domains]\n\"127.0.0.1\" = \"all
 /// Several commands of one turn run concurrently, and each output belongs to its call.
 pub async fn parallel_commands_return_their_own_output(url: &str) {
     let ids = ["a", "b", "c", "d"];
-    let call = |id| Call::exec_command(id, &format!("echo this-is-{id}"), UNTIL_EXIT_MS);
-    let session = Session::run(url, [Turn::Calls(ids.map(call).to_vec())]).await;
+    let call = |id| FunctionCall::exec_command(id, &format!("echo this-is-{id}"), UNTIL_EXIT_MS);
+    let session = FinishedSession::run(url, [ModelTurn::Calls(ids.map(call).to_vec())]).await;
     for id in ids {
         let answer = session.answer(id);
         expect(
@@ -341,16 +358,16 @@ pub async fn terminal_session_receives_input(url: &str) {
             if [ "$line" = quit ]; then echo goodbye; exit 5; fi
             echo "got:$line"
         done"#;
-    let session = Session::run(
+    let session = FinishedSession::run(
         url,
         [
-            Turn::Calls(vec![
-                Call::exec_command("start", command, YIELD_MS).with("tty", true),
+            ModelTurn::Calls(vec![
+                FunctionCall::exec_command("start", command, YIELD_MS).with("tty", true),
             ]),
-            Turn::Calls(vec![Call::write_stdin(
+            ModelTurn::Calls(vec![FunctionCall::write_stdin(
                 "first", "start", "hello\n", YIELD_MS,
             )]),
-            Turn::Calls(vec![Call::write_stdin(
+            ModelTurn::Calls(vec![FunctionCall::write_stdin(
                 "second",
                 "start",
                 "quit\n",
@@ -383,9 +400,9 @@ pub async fn terminal_session_receives_input(url: &str) {
 /// Two megabytes of output arrive completely: the CLI keeps beginning and end and counts what it
 /// omits, so a lost or duplicated byte changes its numbers.
 pub async fn large_output_is_complete(url: &str) {
-    let call =
-        Call::exec_command("count", "seq 1 300000", UNTIL_EXIT_MS).with("max_output_tokens", 2000);
-    let session = Session::run(url, [Turn::Calls(vec![call])]).await;
+    let call = FunctionCall::exec_command("count", "seq 1 300000", UNTIL_EXIT_MS)
+        .with("max_output_tokens", 2000);
+    let session = FinishedSession::run(url, [ModelTurn::Calls(vec![call])]).await;
 
     let written = (1..=300_000)
         .map(|number| format!("{number}\n"))
@@ -428,12 +445,14 @@ pub async fn interrupt_reaches_a_pipe_process(url: &str) {
         "trap 'echo interrupted; exit 7' INT; {}; while :; do sleep 0.1; done",
         tether.command()
     );
-    let session = Session::run(
+    let session = FinishedSession::run(
         url,
         [
-            Turn::Calls(vec![Call::exec_command("start", &command, YIELD_MS)]),
-            Turn::Wait(tether.connected()),
-            Turn::Calls(vec![Call::write_stdin(
+            ModelTurn::Calls(vec![FunctionCall::exec_command(
+                "start", &command, YIELD_MS,
+            )]),
+            ModelTurn::Wait(tether.connected()),
+            ModelTurn::Calls(vec![FunctionCall::write_stdin(
                 "interrupt",
                 "start",
                 "\u{3}",
@@ -451,11 +470,13 @@ pub async fn interrupt_reaches_a_pipe_process(url: &str) {
 pub async fn running_process_ends_with_the_run(url: &str) {
     let mut tether = Tether::new().await;
     let command = format!("{}; sleep 600 & wait", tether.command());
-    let session = Session::run(
+    let session = FinishedSession::run(
         url,
         [
-            Turn::Calls(vec![Call::exec_command("start", &command, YIELD_MS)]),
-            Turn::Wait(tether.connected()),
+            ModelTurn::Calls(vec![FunctionCall::exec_command(
+                "start", &command, YIELD_MS,
+            )]),
+            ModelTurn::Wait(tether.connected()),
         ],
     )
     .await;
@@ -467,8 +488,8 @@ pub async fn running_process_ends_with_the_run(url: &str) {
 }
 
 /// HTTP server that is an MCP server with one tool, `greet`.
-async fn tool_site() -> Site {
-    Site::start(|asked, mut stream| async move {
+async fn tool_site() -> HttpSite {
+    HttpSite::start(|asked, mut stream| async move {
         let message: Value = serde_json::from_slice(&asked.body).unwrap_or_default();
         let result = match message["method"].as_str() {
             Some("initialize") => json!({
@@ -511,13 +532,13 @@ pub async fn tools_over_http_are_reached_from_the_server(url: &str) {
         site.url("/mcp"),
         MARKER.0
     );
-    let script = [Turn::Calls(vec![Call::mcp(
+    let script = [ModelTurn::Calls(vec![FunctionCall::mcp(
         "call",
         "web",
         "greet",
         json!({}),
     )])];
-    let session = Session::run_with(Home::new(), url, &tables, script).await;
+    let session = FinishedSession::run_with(CodexHome::new(), url, &tables, script).await;
     expect(&session.answer("call"), &["greetings"]);
     let token = format!("Bearer {}", MARKER.1);
     for asked in site.asked() {
@@ -532,13 +553,13 @@ pub async fn tools_in_configuration_of_the_server_are_offered(url: &str, home: &
     let site = tool_site().await;
     let config = format!("[mcp_servers.web]\nurl = \"{}\"\n", site.url("/mcp"));
     std::fs::write(home.join("config.toml"), config).expect("a home that can be written");
-    let script = [Turn::Calls(vec![Call::mcp(
+    let script = [ModelTurn::Calls(vec![FunctionCall::mcp(
         "call",
         "web",
         "greet",
         json!({}),
     )])];
-    let session = Session::run_with(Home::new(), url, "", script).await;
+    let session = FinishedSession::run_with(CodexHome::new(), url, "", script).await;
     expect(&session.answer("call"), &["greetings"]);
 }
 
@@ -551,9 +572,9 @@ pub async fn shell_start_up_files_run_once_per_conversation(url: &str, home: &Pa
         std::fs::write(home.join(name), profile).expect("a home that can be written");
     }
     let ids = ["a", "b", "c"];
-    let turn = |id| Turn::Calls(vec![Call::exec_command(id, "f", UNTIL_EXIT_MS)]);
+    let turn = |id| ModelTurn::Calls(vec![FunctionCall::exec_command(id, "f", UNTIL_EXIT_MS)]);
     let tables = "\n[features]\nshell_snapshot_v2 = true\n";
-    let session = Session::run_with(Home::new(), url, tables, ids.map(turn)).await;
+    let session = FinishedSession::run_with(CodexHome::new(), url, tables, ids.map(turn)).await;
     for id in ids {
         expect(&session.answer(id), &["this is f\n"]);
     }
@@ -565,7 +586,7 @@ pub async fn shell_start_up_files_run_once_per_conversation(url: &str, home: &Pa
 /// starts.
 ///
 /// `$start` is an async function without arguments that returns a pair: a guard that must outlive
-/// the server, and the [`Server`], started with [`MARKER`]. The behaviours are listed only here, so
+/// the server, and the [`ServerProcess`], started with [`MARKER`]. The behaviours are listed only here, so
 /// that every server is tested with all of them.
 #[macro_export]
 macro_rules! interop_tests {
@@ -597,46 +618,46 @@ macro_rules! interop_tests {
 pub const MARKER: (&str, &str) = ("EXEC_SERVER_INTEROP_MARKER", "set-for-the-server-only");
 
 /// A finished run of the CLI.
-struct Session {
+struct FinishedSession {
     model: FakeModel,
-    run: Run,
-    home: Home,
+    run: CodexRun,
+    home: CodexHome,
 }
 
-impl Session {
+impl FinishedSession {
     /// Runs the CLI with `script` and a closing message on the server at `url`.
-    async fn run(url: &str, script: impl IntoIterator<Item = Turn>) -> Self {
-        Self::run_in(Home::new(), url, "danger-full-access", script).await
+    async fn run(url: &str, script: impl IntoIterator<Item = ModelTurn>) -> Self {
+        Self::run_in(CodexHome::new(), url, "danger-full-access", script).await
     }
 
-    /// Like [`Session::run`], with an existing home and a `sandbox_mode` of the CLI.
+    /// Like [`FinishedSession::run`], with an existing home and a `sandbox_mode` of the CLI.
     async fn run_in(
-        home: Home,
+        home: CodexHome,
         url: &str,
         mode: &str,
-        script: impl IntoIterator<Item = Turn>,
+        script: impl IntoIterator<Item = ModelTurn>,
     ) -> Self {
         Self::follow(home, url, mode, "", script).await
     }
 
-    /// Like [`Session::run`], with additional configuration.
+    /// Like [`FinishedSession::run`], with additional configuration.
     async fn run_with(
-        home: Home,
+        home: CodexHome,
         url: &str,
         tables: &str,
-        script: impl IntoIterator<Item = Turn>,
+        script: impl IntoIterator<Item = ModelTurn>,
     ) -> Self {
         Self::follow(home, url, "danger-full-access", tables, script).await
     }
 
     async fn follow(
-        home: Home,
+        home: CodexHome,
         url: &str,
         mode: &str,
         tables: &str,
-        script: impl IntoIterator<Item = Turn>,
+        script: impl IntoIterator<Item = ModelTurn>,
     ) -> Self {
-        let end = Turn::Message("done".to_owned());
+        let end = ModelTurn::Message("done".to_owned());
         let model = FakeModel::start(script.into_iter().chain([end])).await;
         let run = codex::exec_with(&home, &model, url, mode, tables, RUN_LIMIT).await;
         model.finish();

@@ -1,7 +1,7 @@
 //! Proxies that break connections on purpose.
 //!
-//! [`Proxy`] forwards bytes between a client and a server, [`Outage`] also, with a port that can be
-//! closed; [`Cutter`] forwards messages between two links.
+//! [`TcpProxy`] forwards bytes between a client and a server, [`Outage`] also, with a port that can be
+//! closed; [`LinkCutter`] forwards messages between two links.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::Duration;
 
 use exec_server_sync::Mutex;
-use exec_server_transport::{Event, Incoming, Link, Outgoing};
+use exec_server_transport::{Link, LinkEvent, LinkReceiver, LinkSender};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, watch};
@@ -17,14 +17,14 @@ use tokio::task::{JoinHandle, JoinSet};
 
 /// Proxy for bytes; dropping it ends its connections.
 #[derive(Debug)]
-pub struct Proxy {
+pub struct TcpProxy {
     address: SocketAddr,
-    shared: Arc<Shared>,
+    shared: Arc<TcpProxyShared>,
     task: JoinHandle<()>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct TcpProxyShared {
     target: Mutex<String>,
     /// Number of cuts; connections end when it changes.
     cuts: watch::Sender<u64>,
@@ -42,7 +42,7 @@ struct Shared {
     heard: Mutex<Option<Vec<u8>>>,
 }
 
-impl Proxy {
+impl TcpProxy {
     /// Listens on a free port for connections to a `ws://HOST:PORT` URL.
     ///
     /// # Panics
@@ -51,7 +51,7 @@ impl Proxy {
     pub async fn start(url: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("the address of a listener");
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(TcpProxyShared {
             target: Mutex::new(host(url)),
             cuts: watch::Sender::new(0),
             stalled: watch::Sender::new(0),
@@ -97,7 +97,7 @@ impl Proxy {
         self.shared.stalled.send_replace(accepted);
     }
 
-    /// Like [`Proxy::stall`], for later connections, too.
+    /// Like [`TcpProxy::stall`], for later connections, too.
     pub fn stall_all(&self) {
         self.shared.stalled.send_replace(u64::MAX);
     }
@@ -129,7 +129,7 @@ impl Proxy {
         *self.shared.heard.lock() = Some(Vec::new());
     }
 
-    /// Returns the messages of a method that clients received since [`Proxy::listen`].
+    /// Returns the messages of a method that clients received since [`TcpProxy::listen`].
     ///
     /// Searches the recorded bytes; finds only short unencrypted messages in one frame.
     #[must_use]
@@ -157,7 +157,7 @@ impl Proxy {
     }
 }
 
-impl Drop for Proxy {
+impl Drop for TcpProxy {
     fn drop(&mut self) {
         self.task.abort();
         self.cut();
@@ -169,7 +169,7 @@ fn host(url: &str) -> String {
     rest.trim_end_matches('/').to_owned()
 }
 
-async fn accept(listener: TcpListener, shared: Arc<Shared>) {
+async fn accept(listener: TcpListener, shared: Arc<TcpProxyShared>) {
     while let Ok((client, _)) = listener.accept().await {
         let number = shared.accepted.fetch_add(1, Ordering::SeqCst);
         if *shared.refuses.borrow() {
@@ -200,7 +200,7 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
 }
 
 async fn pump(
-    shared: &Shared,
+    shared: &TcpProxyShared,
     number: u64,
     to_client: bool,
     from: &mut (impl tokio::io::AsyncRead + Unpin),
@@ -327,7 +327,7 @@ async fn forward(listener: TcpListener, target: SocketAddr) {
 
 /// Connects two links and cuts them after a number of messages in both directions together.
 #[derive(Debug, Default)]
-pub struct Cutter {
+pub struct LinkCutter {
     /// Limits of messages for the next connections.
     limits: Mutex<Vec<u64>>,
     /// Messages that all connections have forwarded.
@@ -337,7 +337,7 @@ pub struct Cutter {
     changed: Notify,
 }
 
-impl Cutter {
+impl LinkCutter {
     /// Creates one without a limit.
     #[must_use]
     pub fn new() -> Arc<Self> {
@@ -410,10 +410,10 @@ impl Cutter {
         }
     }
 
-    async fn carry(&self, from: &mut Incoming, to: &mut Outgoing) {
+    async fn carry(&self, from: &mut LinkReceiver, to: &mut LinkSender) {
         loop {
             match from.recv().await {
-                Ok(Some(Event::Message(text))) => {
+                Ok(Some(LinkEvent::Message(text))) => {
                     if self.left.fetch_sub(1, Ordering::SeqCst) <= 0 {
                         return;
                     }

@@ -15,13 +15,13 @@ use crate::proc::PATIENCE;
 
 /// A running rendezvous server; dropping it ends the process.
 #[derive(Debug)]
-pub struct Rendezvous {
+pub struct RendezvousProcess {
     child: Child,
     url: String,
     state: PathBuf,
 }
 
-impl Rendezvous {
+impl RendezvousProcess {
     /// Starts `command` as a rendezvous server on a free port, with its state in `state`.
     ///
     /// # Panics

@@ -17,7 +17,7 @@ use crate::proc::{self, PATIENCE};
 
 /// A running server; dropping it ends the process.
 #[derive(Debug)]
-pub struct Server {
+pub struct ServerProcess {
     child: Child,
     pid: u32,
     url: String,
@@ -25,8 +25,8 @@ pub struct Server {
     stderr: File,
 }
 
-impl Server {
-    /// Starts `command` on a free port of this machine; see [`Server::listening`].
+impl ServerProcess {
+    /// Starts `command` on a free port of this machine; see [`ServerProcess::listening`].
     ///
     /// # Panics
     ///
@@ -143,7 +143,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for ServerProcess {
     fn drop(&mut self) {
         end(&mut self.child, self.pid);
     }

@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 
 /// A received request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Asked {
+pub struct ReceivedRequest {
     /// The request line.
     pub line: String,
     /// Headers in order, as received.
@@ -22,7 +22,7 @@ pub struct Asked {
     pub body: Vec<u8>,
 }
 
-impl Asked {
+impl ReceivedRequest {
     /// Returns the value of a header.
     #[must_use]
     pub fn header(&self, name: &str) -> Option<&str> {
@@ -38,25 +38,27 @@ impl Asked {
 }
 
 /// A running server; dropping it ends it.
-pub struct Site {
+pub struct HttpSite {
     address: SocketAddr,
-    asked: Arc<Mutex<Vec<Asked>>>,
+    asked: Arc<Mutex<Vec<ReceivedRequest>>>,
     task: JoinHandle<()>,
 }
 
-impl fmt::Debug for Site {
+impl fmt::Debug for HttpSite {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Site").field("at", &self.address).finish()
+        f.debug_struct("HttpSite")
+            .field("at", &self.address)
+            .finish()
     }
 }
 
-impl Drop for Site {
+impl Drop for HttpSite {
     fn drop(&mut self) {
         self.task.abort();
     }
 }
 
-impl Site {
+impl HttpSite {
     /// Starts a server; `answer` is called with the first request of each connection and the
     /// connection.
     ///
@@ -65,14 +67,14 @@ impl Site {
     /// No port is available.
     pub async fn start<F, A>(answer: F) -> Self
     where
-        F: Fn(Asked, TcpStream) -> A + Send + Sync + 'static,
+        F: Fn(ReceivedRequest, TcpStream) -> A + Send + Sync + 'static,
         A: Future<Output = ()> + Send + 'static,
     {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener
             .local_addr()
             .expect("a bound socket has an address");
-        let asked: Arc<Mutex<Vec<Asked>>> = Arc::default();
+        let asked: Arc<Mutex<Vec<ReceivedRequest>>> = Arc::default();
         let (record, answer) = (Arc::clone(&asked), Arc::new(answer));
         // Ends when the site is dropped.
         let task = tokio::spawn(async move {
@@ -98,7 +100,7 @@ impl Site {
     ///
     /// # Panics
     ///
-    /// As [`Site::start`].
+    /// As [`HttpSite::start`].
     pub async fn saying(answer: impl Into<Vec<u8>>) -> Self {
         let answer: Arc<[u8]> = answer.into().into();
         Self::start(move |_, mut stream| {
@@ -122,12 +124,12 @@ impl Site {
 
     /// Returns the requests so far.
     #[must_use]
-    pub fn asked(&self) -> Vec<Asked> {
+    pub fn asked(&self) -> Vec<ReceivedRequest> {
         self.asked.lock().clone()
     }
 }
 
-fn note(record: &Mutex<Vec<Asked>>, request: &Asked) {
+fn note(record: &Mutex<Vec<ReceivedRequest>>, request: &ReceivedRequest) {
     let mut seen = record.lock();
     seen.push(request.clone());
 }
@@ -148,7 +150,7 @@ pub fn answer(status: &str, headers: &str, body: impl AsRef<[u8]>) -> Vec<u8> {
     [head.as_bytes(), body].concat()
 }
 
-async fn read(stream: &mut TcpStream) -> Option<Asked> {
+async fn read(stream: &mut TcpStream) -> Option<ReceivedRequest> {
     let mut bytes = Vec::new();
     let end = loop {
         if let Some(end) = bytes.windows(4).position(|window| window == b"\r\n\r\n") {
@@ -165,7 +167,7 @@ async fn read(stream: &mut TcpStream) -> Option<Asked> {
         .filter_map(|line| line.split_once(": "))
         .map(|(name, value)| (name.to_owned(), value.to_owned()))
         .collect();
-    let mut request = Asked {
+    let mut request = ReceivedRequest {
         line,
         headers,
         body: bytes[end + 4..].to_vec(),

@@ -9,14 +9,16 @@ use std::fmt;
 use std::process::ExitStatus;
 
 use base64_turbo::STANDARD;
-use exec_server_transport::{ConnectOptions, Event, Incoming, Link, Outgoing, connect, stdio};
+use exec_server_transport::{
+    ConnectOptions, Link, LinkEvent, LinkReceiver, LinkSender, connect, stdio,
+};
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
 use crate::proc::{self, PATIENCE};
-use crate::server::{self, Server};
+use crate::server::{self, ServerProcess};
 
 /// Transport to a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,20 +33,20 @@ pub enum Transport {
 
 /// A server under test, reached over one transport.
 #[derive(Debug)]
-pub struct Subject {
-    kind: Kind,
+pub struct TestedServer {
+    kind: TransportKind,
     /// Contains the unix socket; dropped after the server.
     _directory: TempDir,
 }
 
 #[derive(Debug)]
-enum Kind {
-    Listening(Box<Server>),
+enum TransportKind {
+    Listening(Box<ServerProcess>),
     /// The link is given to the first connection.
     Stdio(Box<Child>, u32, Option<Box<Link>>),
 }
 
-impl Subject {
+impl TestedServer {
     /// Starts `command` with the `--listen` URL for the transport.
     ///
     /// # Panics
@@ -53,16 +55,18 @@ impl Subject {
     pub async fn start(on: Transport, mut command: Command) -> Self {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let kind = match on {
-            Transport::Websocket => Kind::Listening(Box::new(Server::start(command).await)),
+            Transport::Websocket => {
+                TransportKind::Listening(Box::new(ServerProcess::start(command).await))
+            }
             Transport::Unix => {
                 let url = format!("unix://{}/socket", directory.path().display());
-                Kind::Listening(Box::new(Server::listening(command, &url).await))
+                TransportKind::Listening(Box::new(ServerProcess::listening(command, &url).await))
             }
             Transport::Stdio => {
                 command.args(["--listen", "stdio"]);
                 let (link, child) = stdio::spawn(command).expect("the server to start");
                 let pid = child.id().expect("a child that was not awaited has a pid");
-                Kind::Stdio(Box::new(child), pid, Some(Box::new(link)))
+                TransportKind::Stdio(Box::new(child), pid, Some(Box::new(link)))
             }
         };
         Self {
@@ -76,22 +80,22 @@ impl Subject {
     /// # Panics
     ///
     /// Connecting fails; over stdio, a second connection is requested.
-    pub async fn connect(&mut self) -> Client {
+    pub async fn connect(&mut self) -> WireClient {
         let link = match &mut self.kind {
-            Kind::Listening(server) => connect(server.url(), &ConnectOptions::default())
+            TransportKind::Listening(server) => connect(server.url(), &ConnectOptions::default())
                 .await
                 .expect("the server to take a connection"),
-            Kind::Stdio(.., link) => *link.take().expect("stdio has one connection"),
+            TransportKind::Stdio(.., link) => *link.take().expect("stdio has one connection"),
         };
-        Client::new(link)
+        WireClient::new(link)
     }
 
     /// Opens a connection and initializes a new session.
     ///
     /// # Panics
     ///
-    /// As [`Subject::connect`].
-    pub async fn session(&mut self) -> Client {
+    /// As [`TestedServer::connect`].
+    pub async fn session(&mut self) -> WireClient {
         let mut client = self.connect().await;
         client.initialize(json!({"clientName": "test"})).await;
         client
@@ -105,8 +109,8 @@ impl Subject {
     #[must_use]
     pub fn url(&self) -> &str {
         match &self.kind {
-            Kind::Listening(server) => server.url(),
-            Kind::Stdio(..) => panic!("a server on stdio has no URL"),
+            TransportKind::Listening(server) => server.url(),
+            TransportKind::Stdio(..) => panic!("a server on stdio has no URL"),
         }
     }
 
@@ -114,8 +118,8 @@ impl Subject {
     #[must_use]
     pub fn guardian_pid(&self) -> u32 {
         match &self.kind {
-            Kind::Listening(server) => server.pid(),
-            Kind::Stdio(_, pid, _) => *pid,
+            TransportKind::Listening(server) => server.pid(),
+            TransportKind::Stdio(_, pid, _) => *pid,
         }
     }
 
@@ -138,8 +142,8 @@ impl Subject {
     /// It does not exit.
     pub async fn ended(&mut self) -> ExitStatus {
         match &mut self.kind {
-            Kind::Listening(server) => server.ended().await,
-            Kind::Stdio(child, ..) => timeout(PATIENCE, child.wait())
+            TransportKind::Listening(server) => server.ended().await,
+            TransportKind::Stdio(child, ..) => timeout(PATIENCE, child.wait())
                 .await
                 .expect("the server to end")
                 .expect("a child can be waited for"),
@@ -147,9 +151,9 @@ impl Subject {
     }
 }
 
-impl Drop for Subject {
+impl Drop for TestedServer {
     fn drop(&mut self) {
-        if let Kind::Stdio(child, pid, _) = &mut self.kind {
+        if let TransportKind::Stdio(child, pid, _) = &mut self.kind {
             server::end(child, *pid);
         }
     }
@@ -157,14 +161,14 @@ impl Drop for Subject {
 
 /// Error response.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Failure {
+pub struct ErrorReply {
     /// Error code.
     pub code: i64,
     /// Message for users.
     pub message: String,
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for ErrorReply {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.code, self.message)
     }
@@ -172,7 +176,7 @@ impl fmt::Display for Failure {
 
 /// A received message.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Seen {
+pub enum ReceivedMessage {
     /// The response to this request.
     Answer(i64),
     /// A notification, and the id of its process.
@@ -180,11 +184,11 @@ pub enum Seen {
 }
 
 /// Receives the output of one process instead of the record.
-pub type Sink = Box<dyn FnMut(&[u8]) + Send>;
+pub type OutputSink = Box<dyn FnMut(&[u8]) + Send>;
 
 /// Content of the notifications about one process.
 #[derive(Default)]
-pub struct Observed {
+pub struct ObservedProcess {
     /// Output by stream name.
     pub output: BTreeMap<String, Vec<u8>>,
     /// Sequence number of the last event; 0 if none had one.
@@ -195,10 +199,10 @@ pub struct Observed {
     pub closed: Option<Value>,
     /// Output is read by requests, so that sequence numbers of notifications have gaps.
     pulled: bool,
-    sink: Option<Sink>,
+    sink: Option<OutputSink>,
 }
 
-impl fmt::Debug for Observed {
+impl fmt::Debug for ObservedProcess {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let output: Vec<_> = self
             .output
@@ -208,7 +212,7 @@ impl fmt::Debug for Observed {
                 format!("{stream} {} bytes: {head:?}", bytes.len())
             })
             .collect();
-        f.debug_struct("Observed")
+        f.debug_struct("ObservedProcess")
             .field("output", &output)
             .field("last_seq", &self.last_seq)
             .field("exited", &self.exited)
@@ -217,7 +221,7 @@ impl fmt::Debug for Observed {
     }
 }
 
-impl Observed {
+impl ObservedProcess {
     /// Returns the output of one stream.
     #[must_use]
     pub fn bytes(&self, stream: &str) -> &[u8] {
@@ -282,17 +286,17 @@ impl Observed {
 }
 
 /// One connection with a record of its messages.
-pub struct Client {
-    incoming: Incoming,
-    outgoing: Outgoing,
+pub struct WireClient {
+    incoming: LinkReceiver,
+    outgoing: LinkSender,
     next_id: i64,
-    answers: HashMap<i64, Result<Value, Failure>>,
+    answers: HashMap<i64, Result<Value, ErrorReply>>,
     /// Error responses to messages without an id.
-    refusals: VecDeque<Failure>,
+    refusals: VecDeque<ErrorReply>,
     /// All received messages, in order.
-    pub order: Vec<Seen>,
+    pub order: Vec<ReceivedMessage>,
     /// Content of process notifications, by process id.
-    pub processes: HashMap<String, Observed>,
+    pub processes: HashMap<String, ObservedProcess>,
     /// Other notifications that the test has not fetched.
     notices: VecDeque<(String, Value)>,
     /// Requests of the server that the test has not fetched.
@@ -301,9 +305,9 @@ pub struct Client {
     pub session: Value,
 }
 
-impl fmt::Debug for Client {
+impl fmt::Debug for WireClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Client")
+        f.debug_struct("WireClient")
             .field("answers", &self.answers.len())
             .field("refusals", &self.refusals)
             .field("processes", &self.processes)
@@ -311,7 +315,7 @@ impl fmt::Debug for Client {
     }
 }
 
-impl Client {
+impl WireClient {
     /// Creates a client for a link.
     #[must_use]
     pub fn new(link: Link) -> Self {
@@ -344,7 +348,7 @@ impl Client {
     ///
     /// # Panics
     ///
-    /// Before [`Client::initialize`].
+    /// Before [`WireClient::initialize`].
     #[must_use]
     pub fn session_id(&self) -> String {
         self.session["sessionId"]
@@ -394,11 +398,11 @@ impl Client {
                 event = timeout(PATIENCE, self.incoming.recv()) => event,
             };
             match event {
-                Ok(Ok(Some(Event::Message(text)))) => {
+                Ok(Ok(Some(LinkEvent::Message(text)))) => {
                     let message = serde_json::from_str(text).expect("a message is JSON");
                     self.take(message);
                 }
-                Ok(Ok(Some(Event::Ping(payload)))) => {
+                Ok(Ok(Some(LinkEvent::Ping(payload)))) => {
                     let payload = payload.to_vec();
                     self.outgoing.push_pong(&payload);
                 }
@@ -416,8 +420,8 @@ impl Client {
     pub async fn text(&mut self) -> String {
         loop {
             match timeout(PATIENCE, self.incoming.recv()).await {
-                Ok(Ok(Some(Event::Message(text)))) => return text.to_owned(),
-                Ok(Ok(Some(Event::Ping(payload)))) => {
+                Ok(Ok(Some(LinkEvent::Message(text)))) => return text.to_owned(),
+                Ok(Ok(Some(LinkEvent::Ping(payload)))) => {
                     let payload = payload.to_vec();
                     self.outgoing.push_pong(&payload);
                     self.flush().await;
@@ -457,7 +461,7 @@ impl Client {
     /// # Panics
     ///
     /// No response arrives.
-    pub async fn answer(&mut self, id: i64) -> Result<Value, Failure> {
+    pub async fn answer(&mut self, id: i64) -> Result<Value, ErrorReply> {
         loop {
             if let Some(answer) = self.answers.remove(&id) {
                 return answer;
@@ -484,7 +488,7 @@ impl Client {
     /// # Panics
     ///
     /// No response arrives.
-    pub async fn call(&mut self, method: &str, params: Value) -> Result<Value, Failure> {
+    pub async fn call(&mut self, method: &str, params: Value) -> Result<Value, ErrorReply> {
         let id = self.send(method, params).await;
         self.answer(id).await
     }
@@ -504,7 +508,7 @@ impl Client {
     /// # Panics
     ///
     /// It succeeds.
-    pub async fn refused(&mut self, method: &str, params: Value) -> Failure {
+    pub async fn refused(&mut self, method: &str, params: Value) -> ErrorReply {
         match self.call(method, params).await {
             Ok(result) => panic!("{method} should fail but answered {result}"),
             Err(failure) => failure,
@@ -516,7 +520,7 @@ impl Client {
     /// # Panics
     ///
     /// None arrives.
-    pub async fn refusal(&mut self) -> Failure {
+    pub async fn refusal(&mut self) -> ErrorReply {
         loop {
             if let Some(refusal) = self.refusals.pop_front() {
                 return refusal;
@@ -533,7 +537,7 @@ impl Client {
     /// # Panics
     ///
     /// It cannot be started.
-    pub async fn start(&mut self, start: Start) -> Value {
+    pub async fn start(&mut self, start: StartBuilder) -> Value {
         if start.0["delivery"] == "pull" {
             self.pulls(&start.id());
         }
@@ -545,7 +549,7 @@ impl Client {
     /// # Panics
     ///
     /// It cannot be started or does not end.
-    pub async fn run(&mut self, start: Start) -> &Observed {
+    pub async fn run(&mut self, start: StartBuilder) -> &ObservedProcess {
         let id = start.id();
         self.start(start).await;
         self.closed(&id).await
@@ -561,7 +565,7 @@ impl Client {
     }
 
     /// Passes the output of a process to `sink` instead of the record.
-    pub fn watch(&mut self, process_id: &str, sink: Sink) {
+    pub fn watch(&mut self, process_id: &str, sink: OutputSink) {
         self.processes
             .entry(process_id.to_owned())
             .or_default()
@@ -574,7 +578,7 @@ impl Client {
     ///
     /// No notification about it was received.
     #[must_use]
-    pub fn observed(&self, process_id: &str) -> &Observed {
+    pub fn observed(&self, process_id: &str) -> &ObservedProcess {
         self.processes
             .get(process_id)
             .unwrap_or_else(|| panic!("nothing came of `{process_id}`; so far {self:?}"))
@@ -585,7 +589,7 @@ impl Client {
     /// # Panics
     ///
     /// It does not arrive.
-    pub async fn exited(&mut self, process_id: &str) -> &Observed {
+    pub async fn exited(&mut self, process_id: &str) -> &ObservedProcess {
         self.until(process_id, "it has exited", |seen| seen.exited.is_some())
             .await
     }
@@ -595,7 +599,7 @@ impl Client {
     /// # Panics
     ///
     /// It does not arrive.
-    pub async fn closed(&mut self, process_id: &str) -> &Observed {
+    pub async fn closed(&mut self, process_id: &str) -> &ObservedProcess {
         self.until(process_id, "it is closed", |seen| seen.closed.is_some())
             .await
     }
@@ -605,7 +609,7 @@ impl Client {
     /// # Panics
     ///
     /// It does not.
-    pub async fn wrote(&mut self, process_id: &str, stream: &str, text: &str) -> &Observed {
+    pub async fn wrote(&mut self, process_id: &str, stream: &str, text: &str) -> &ObservedProcess {
         self.until(process_id, &format!("it wrote {text:?}"), |seen| {
             seen.text(stream).contains(text)
         })
@@ -621,8 +625,8 @@ impl Client {
         &mut self,
         process_id: &str,
         what: &str,
-        condition: impl Fn(&Observed) -> bool,
-    ) -> &Observed {
+        condition: impl Fn(&ObservedProcess) -> bool,
+    ) -> &ObservedProcess {
         while !self.processes.get(process_id).is_some_and(&condition) {
             let alive = self.step().await;
             assert!(
@@ -704,18 +708,18 @@ impl Client {
             panic!("nothing came for {PATIENCE:?}; so far {self:?}");
         };
         let message: Value = match event {
-            Ok(Some(Event::Message(text))) => {
+            Ok(Some(LinkEvent::Message(text))) => {
                 serde_json::from_str(text).unwrap_or_else(|error| panic!("{error} in {text}"))
             }
-            Ok(Some(Event::Ping(payload))) => {
+            Ok(Some(LinkEvent::Ping(payload))) => {
                 let payload = payload.to_vec();
                 self.outgoing.push_pong(&payload);
                 // A failure to send shows in the next read.
                 let _ = timeout(PATIENCE, self.outgoing.flush()).await;
                 return true;
             }
-            Ok(Some(Event::Pong)) => return true,
-            Ok(Some(Event::NotText)) => panic!("the server sent a message that is not text"),
+            Ok(Some(LinkEvent::Pong)) => return true,
+            Ok(Some(LinkEvent::NotText)) => panic!("the server sent a message that is not text"),
             Ok(None) | Err(_) => return false,
         };
         self.take(message);
@@ -735,8 +739,10 @@ impl Client {
                 return self.notices.push_back((method.to_owned(), params.clone()));
             }
             let process = params["processId"].as_str().unwrap_or_default().to_owned();
-            self.order
-                .push(Seen::Notification(method.to_owned(), process.clone()));
+            self.order.push(ReceivedMessage::Notification(
+                method.to_owned(),
+                process.clone(),
+            ));
             return self
                 .processes
                 .entry(process)
@@ -747,7 +753,7 @@ impl Client {
             .as_i64()
             .expect("an answer has the id of its request");
         let answer = match message.get("error") {
-            Some(error) => Err(Failure {
+            Some(error) => Err(ErrorReply {
                 code: error["code"].as_i64().expect("an error has a code"),
                 message: error["message"]
                     .as_str()
@@ -764,7 +770,7 @@ impl Client {
                 .refusals
                 .push_back(answer.expect_err("only errors have the id -1"));
         }
-        self.order.push(Seen::Answer(id));
+        self.order.push(ReceivedMessage::Answer(id));
         let before = self.answers.insert(id, answer);
         assert!(before.is_none(), "request {id} was answered twice");
     }
@@ -772,9 +778,9 @@ impl Client {
 
 /// Params of a `process/start`.
 #[derive(Debug, Clone)]
-pub struct Start(pub Value);
+pub struct StartBuilder(pub Value);
 
-impl Start {
+impl StartBuilder {
     /// Runs a program in `/`, with nothing but a `PATH` in its environment.
     #[must_use]
     pub fn new(process_id: &str, argv: &[&str]) -> Self {

@@ -8,10 +8,10 @@
 
 use std::io;
 
-use exec_server_transport::frame::{FrameError, Role};
-use exec_server_transport::http::{Kind, accept_key, read_head};
+use exec_server_transport::frame::{WebsocketError, WebsocketRole};
+use exec_server_transport::http::{HeadKind, accept_key, read_head};
 use exec_server_transport::{
-    ConnectOptions, Event, Incoming, Link, LinkError, Outgoing, RawEvent, connect,
+    ConnectOptions, Link, LinkError, LinkEvent, LinkReceiver, LinkSender, RawEvent, connect,
 };
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
@@ -43,7 +43,7 @@ async fn serve() -> Result<(), Box<dyn std::error::Error>> {
 
 /// Runs the server side of the handshake, then the echo.
 async fn accept(mut stream: TcpStream) -> Result<(), LinkError> {
-    let head = read_head(&mut stream, Kind::Request).await?;
+    let head = read_head(&mut stream, HeadKind::Request).await?;
     let key = head
         .websocket_key()
         .map_err(|missing| io::Error::new(io::ErrorKind::InvalidData, missing))?;
@@ -54,14 +54,20 @@ async fn accept(mut stream: TcpStream) -> Result<(), LinkError> {
     );
     stream.write_all(response.as_bytes()).await?;
     let (reader, writer) = stream.into_split();
-    echo(Link::websocket(Role::Server, reader, writer, head.rest)).await
+    echo(Link::websocket(
+        WebsocketRole::Server,
+        reader,
+        writer,
+        head.rest,
+    ))
+    .await
 }
 
 async fn run_cases(url: &str, agent: &str) -> Result<(), Box<dyn std::error::Error>> {
     let options = ConnectOptions::default();
     let mut link = connect(&format!("{url}/getCaseCount"), &options).await?;
     let count = match link.incoming.recv().await? {
-        Some(Event::Message(text)) => text.trim().parse::<usize>()?,
+        Some(LinkEvent::Message(text)) => text.trim().parse::<usize>()?,
         other => return Err(format!("the suite sent {other:?} instead of a case count").into()),
     };
     if count == 0 {
@@ -85,9 +91,9 @@ async fn echo(mut link: Link) -> Result<(), LinkError> {
     let ended = echo_messages(&mut link.incoming, &mut link.outgoing).await;
     let code = match &ended {
         Ok(()) if link.incoming.said_goodbye() => Some(1000),
-        Err(LinkError::Frame(FrameError::Utf8)) => Some(1007),
+        Err(LinkError::Frame(WebsocketError::Utf8)) => Some(1007),
         Err(LinkError::Frame(
-            FrameError::FrameTooLarge { .. } | FrameError::MessageTooLarge { .. },
+            WebsocketError::FrameTooLarge { .. } | WebsocketError::MessageTooLarge { .. },
         )) => Some(1009),
         Err(LinkError::Frame(_)) => Some(1002),
         _ => None,
@@ -99,16 +105,19 @@ async fn echo(mut link: Link) -> Result<(), LinkError> {
     ended
 }
 
-async fn echo_messages(incoming: &mut Incoming, outgoing: &mut Outgoing) -> Result<(), LinkError> {
+async fn echo_messages(
+    incoming: &mut LinkReceiver,
+    outgoing: &mut LinkSender,
+) -> Result<(), LinkError> {
     while let Some(event) = incoming.recv_raw().await? {
         match event {
             RawEvent::Message { bytes, text: false } => outgoing.push_binary([bytes, &[]]),
             event => match event.decode()? {
-                Event::Message(text) => outgoing.push_message(text.len(), |out| {
+                LinkEvent::Message(text) => outgoing.push_message(text.len(), |out| {
                     out.extend_from_slice(text.as_bytes());
                 }),
-                Event::Ping(payload) => outgoing.push_pong(payload),
-                Event::NotText | Event::Pong => {}
+                LinkEvent::Ping(payload) => outgoing.push_pong(payload),
+                LinkEvent::NotText | LinkEvent::Pong => {}
             },
         }
         outgoing.flush().await?;

@@ -11,8 +11,8 @@ use tokio_rustls::TlsConnector;
 use url::Url;
 use zeroize::Zeroizing;
 
-use crate::frame::{MAX_HEADER_BYTES, Opcode, Role, push_frame};
-use crate::http::{self, Kind};
+use crate::frame::{MAX_HEADER_BYTES, Opcode, WebsocketRole, push_frame};
+use crate::http::{self, HeadKind};
 use crate::link::Link;
 use crate::secret::Secret;
 use crate::tcp;
@@ -214,7 +214,7 @@ async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError>
         return upgrade(url, ("localhost", "/"), options, &[], reader, writer).await;
     }
     let (parsed, secure) = websocket_url(url)?;
-    let target = Target::of(url, &parsed)?;
+    let target = WebsocketTarget::of(url, &parsed)?;
     // Load the TLS files before sending anything, so that an unreadable file is not reported as a
     // server error.
     let tls = secure.then(|| tls::connector(&options.tls)).transpose()?;
@@ -226,7 +226,7 @@ async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError>
 }
 
 /// Host, port and path of a websocket URL.
-struct Target<'a> {
+struct WebsocketTarget<'a> {
     url: &'a str,
     /// Host as in the URL; an IPv6 address is in brackets.
     host: &'a str,
@@ -234,7 +234,7 @@ struct Target<'a> {
     path: String,
 }
 
-impl<'a> Target<'a> {
+impl<'a> WebsocketTarget<'a> {
     fn of(url: &'a str, parsed: &'a Url) -> Result<Self, ConnectError> {
         let usual = if parsed.scheme() == "wss" { 443 } else { 80 };
         Ok(Self {
@@ -288,7 +288,7 @@ pub(crate) async fn connect_by(
     tcp: impl AsyncFnOnce(bool, &str, u16) -> io::Result<TcpStream>,
 ) -> Result<Link, ConnectError> {
     let (parsed, secure) = websocket_url(url)?;
-    let target = Target::of(url, &parsed)?;
+    let target = WebsocketTarget::of(url, &parsed)?;
     let connecting = async {
         let tls = secure.then(tls).transpose()?;
         let stream = tcp(secure, target.bare(), target.port).await;
@@ -360,7 +360,7 @@ where
     writer.flush().await.map_err(io)?;
     // Compute this while the response is on its way.
     let expected = http::accept_key(&key);
-    let head = http::read_head(&mut reader, Kind::Response)
+    let head = http::read_head(&mut reader, HeadKind::Response)
         .await
         .map_err(io)?;
     if head.status != 101 {
@@ -386,5 +386,10 @@ where
             reason,
         });
     }
-    Ok(Link::websocket(Role::Client, reader, writer, head.rest))
+    Ok(Link::websocket(
+        WebsocketRole::Client,
+        reader,
+        writer,
+        head.rest,
+    ))
 }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use ipnet::IpNet;
 
-use crate::http::Head;
+use crate::http::HttpHead;
 
 /// Addresses of reverse proxies whose `X-Forwarded-For` header is trusted. Empty by default,
 /// because any client can send that header.
@@ -46,7 +46,7 @@ impl TrustedProxies {
 
     /// Returns the address that a request came from. Each proxy appends the address of its peer,
     /// so the list is read from its end, as long as the entries were written by trusted proxies.
-    pub fn client(&self, peer: IpAddr, head: &Head) -> IpAddr {
+    pub fn client(&self, peer: IpAddr, head: &HttpHead) -> IpAddr {
         let mut client = peer;
         let lines: Vec<_> = head.headers_named("x-forwarded-for").collect();
         let mut hops = lines.iter().rev().flat_map(|line| line.rsplit(','));
@@ -78,9 +78,9 @@ mod tests {
 
     fn client(trusted: &[&str], peer: &str, lines: &[&str]) -> String {
         let header = |line: &&str| ("x-forwarded-for".to_owned(), (*line).to_owned());
-        let head = Head {
+        let head = HttpHead {
             headers: lines.iter().map(header).collect(),
-            ..Head::default()
+            ..HttpHead::default()
         };
         let proxies = TrustedProxies::parse(trusted.iter().copied()).unwrap();
         proxies.client(peer.parse().unwrap(), &head).to_string()

@@ -14,7 +14,7 @@ pub(crate) const MAX_HEADER_BYTES: usize = 14;
 
 /// Role of this endpoint; clients mask their frames, servers do not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Role {
+pub enum WebsocketRole {
     /// Endpoint that opened the connection.
     Client,
     /// Endpoint that accepted the connection.
@@ -39,7 +39,7 @@ pub enum Opcode {
 }
 
 impl Opcode {
-    fn from_bits(bits: u8) -> Result<Self, FrameError> {
+    fn from_bits(bits: u8) -> Result<Self, WebsocketError> {
         Ok(match bits {
             0 => Self::Continuation,
             1 => Self::Text,
@@ -47,7 +47,7 @@ impl Opcode {
             8 => Self::Close,
             9 => Self::Ping,
             10 => Self::Pong,
-            other => return Err(FrameError::Opcode(other)),
+            other => return Err(WebsocketError::Opcode(other)),
         })
     }
 
@@ -70,7 +70,7 @@ impl Opcode {
 /// Violation of the websocket protocol; the connection cannot be used afterwards.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum FrameError {
+pub enum WebsocketError {
     /// The opcode is reserved by RFC 6455.
     #[error("reserved websocket opcode {0}")]
     Opcode(u8),
@@ -117,7 +117,7 @@ pub enum FrameError {
     },
 }
 
-impl FrameError {
+impl WebsocketError {
     /// Returns the code of the close frame that reports this error to the peer (RFC 6455).
     pub fn close_code(&self) -> u16 {
         match self {
@@ -171,7 +171,7 @@ pub fn parse_close(payload: &[u8]) -> Option<(u16, String)> {
 
 /// Result of [`Decoder::step`].
 #[derive(Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum DecodeStep {
     /// The next frame is incomplete; at least this many more bytes are needed.
     NeedMore(usize),
     /// Control frame with its payload in this range of the buffer.
@@ -197,7 +197,7 @@ pub enum Step {
 /// a frame longer than the buffer should be.
 #[derive(Debug)]
 pub struct Decoder {
-    role: Role,
+    role: WebsocketRole,
     /// Maximum message size in bytes.
     limit: usize,
     /// Payload of the fragments so far.
@@ -207,12 +207,12 @@ pub struct Decoder {
     /// Type of the message that is being reassembled, if any.
     assembling: Option<Opcode>,
     /// Long frame whose payload is still arriving, if any.
-    partial: Option<Partial>,
+    partial: Option<PartialFrame>,
 }
 
 /// State of a long frame whose payload is consumed as it arrives.
 #[derive(Debug, Clone, Copy)]
-struct Partial {
+struct PartialFrame {
     /// The frame is the last of its message.
     fin: bool,
     /// Number of payload bytes still missing.
@@ -228,7 +228,7 @@ impl Decoder {
     const KEPT_BYTES: usize = 2 << 20;
 
     /// Creates a decoder for the frames that `role` receives.
-    pub fn new(role: Role) -> Self {
+    pub fn new(role: WebsocketRole) -> Self {
         Self {
             role,
             limit: MAX_MESSAGE_BYTES,
@@ -255,7 +255,7 @@ impl Decoder {
     }
 
     /// Appends bytes to the message that is being reassembled.
-    fn assemble(&mut self, bytes: &[u8]) -> Result<(), FrameError> {
+    fn assemble(&mut self, bytes: &[u8]) -> Result<(), WebsocketError> {
         // While the message is short, its capacity doubles.
         self.make_room(bytes.len(), bytes.len().max(self.assembly.len()))?;
         self.assembly.extend_from_slice(bytes);
@@ -264,7 +264,7 @@ impl Decoder {
 
     /// Ensures capacity for `bytes` more bytes of the message; an allocation may reserve up to
     /// `most`.
-    fn make_room(&mut self, bytes: usize, most: usize) -> Result<(), FrameError> {
+    fn make_room(&mut self, bytes: usize, most: usize) -> Result<(), WebsocketError> {
         let used = self.assembly.len();
         if self.assembly.capacity() - used >= bytes {
             return Ok(());
@@ -274,7 +274,7 @@ impl Decoder {
         let more = most.min((used / 4).max(Self::KEPT_BYTES)).max(bytes);
         self.assembly
             .try_reserve_exact(more)
-            .map_err(|_| FrameError::OutOfMemory {
+            .map_err(|_| WebsocketError::OutOfMemory {
                 bytes: used + bytes,
             })
     }
@@ -317,23 +317,27 @@ impl Decoder {
     /// # Errors
     ///
     /// On any violation of the protocol or of a size limit.
-    pub fn step(&mut self, buffer: &mut [u8], at: &mut usize) -> Result<Step, FrameError> {
+    pub fn step(
+        &mut self,
+        buffer: &mut [u8],
+        at: &mut usize,
+    ) -> Result<DecodeStep, WebsocketError> {
         if let Some(partial) = self.partial {
             return self.take_in(partial, buffer, at);
         }
         self.release();
         let available = &mut buffer[*at..];
         let [first, second, ..] = *available else {
-            return Ok(Step::NeedMore(2 - available.len()));
+            return Ok(DecodeStep::NeedMore(2 - available.len()));
         };
         if first & 0x70 != 0 {
-            return Err(FrameError::ReservedBits);
+            return Err(WebsocketError::ReservedBits);
         }
         let fin = first & 0x80 != 0;
         let opcode = Opcode::from_bits(first & 0x0f)?;
         let masked = second & 0x80 != 0;
-        if masked != (self.role == Role::Server) {
-            return Err(FrameError::Mask(masked));
+        if masked != (self.role == WebsocketRole::Server) {
+            return Err(WebsocketError::Mask(masked));
         }
         let extended = match second & 0x7f {
             126 => 2,
@@ -342,7 +346,7 @@ impl Decoder {
         };
         let header = 2 + extended + if masked { 4 } else { 0 };
         if available.len() < header {
-            return Ok(Step::NeedMore(header - available.len()));
+            return Ok(DecodeStep::NeedMore(header - available.len()));
         }
         let length = match extended {
             0 => u64::from(second & 0x7f),
@@ -351,17 +355,17 @@ impl Decoder {
                 .fold(0, |sum, &b| sum << 8 | u64::from(b)),
         };
         if opcode.is_control() && (!fin || length > 125) {
-            return Err(FrameError::Control);
+            return Err(WebsocketError::Control);
         }
         // A client accepts long frames because compatible servers never fragment messages. A client
         // has no reason not to fragment, so a server limits the frame size.
         let limit = match self.role {
-            Role::Server => MAX_FRAME_BYTES,
-            Role::Client => MAX_MESSAGE_BYTES,
+            WebsocketRole::Server => MAX_FRAME_BYTES,
+            WebsocketRole::Client => MAX_MESSAGE_BYTES,
         };
         let limit = limit.min(self.limit);
         if length > limit as u64 {
-            return Err(FrameError::FrameTooLarge {
+            return Err(WebsocketError::FrameTooLarge {
                 bytes: length,
                 limit,
             });
@@ -377,12 +381,12 @@ impl Decoder {
         }
         if available.len() < header + length {
             if opcode.is_control() || length <= Self::LONG_FRAME_BYTES {
-                return Ok(Step::NeedMore(header + length - available.len()));
+                return Ok(DecodeStep::NeedMore(header + length - available.len()));
             }
             self.assembling.get_or_insert(opcode);
             *at += header;
             let left = length;
-            return self.take_in(Partial { fin, left, key }, buffer, at);
+            return self.take_in(PartialFrame { fin, left, key }, buffer, at);
         }
         if masked {
             apply_mask(key, &mut available[header..header + length]);
@@ -393,11 +397,11 @@ impl Decoder {
             check_close(&buffer[payload.clone()])?;
         }
         if opcode.is_control() {
-            return Ok(Step::Control(opcode, payload));
+            return Ok(DecodeStep::Control(opcode, payload));
         }
         if fin && self.assembling.is_none() {
             self.assembly = Vec::new();
-            return Ok(Step::Whole {
+            return Ok(DecodeStep::Whole {
                 text: opcode == Opcode::Text,
                 payload,
             });
@@ -406,24 +410,24 @@ impl Decoder {
         let kind = *self.assembling.get_or_insert(opcode);
         if fin {
             self.assembling = None;
-            return Ok(Step::Assembled {
+            return Ok(DecodeStep::Assembled {
                 text: kind == Opcode::Text,
             });
         }
-        Ok(Step::Fragment)
+        Ok(DecodeStep::Fragment)
     }
 
     /// Moves the available part of a long frame from the buffer to the message.
     fn take_in(
         &mut self,
-        mut partial: Partial,
+        mut partial: PartialFrame,
         buffer: &mut [u8],
         at: &mut usize,
-    ) -> Result<Step, FrameError> {
+    ) -> Result<DecodeStep, WebsocketError> {
         let available = &mut buffer[*at..];
         let taken = partial.left.min(available.len());
         let payload = &mut available[..taken];
-        if self.role == Role::Server {
+        if self.role == WebsocketRole::Server {
             apply_mask(partial.key, payload);
             partial.key.rotate_left(taken % 4);
         }
@@ -433,17 +437,17 @@ impl Decoder {
         partial.left -= taken;
         if partial.left > 0 {
             self.partial = Some(partial);
-            return Ok(Step::NeedMore(partial.left));
+            return Ok(DecodeStep::NeedMore(partial.left));
         }
         self.partial = None;
         Ok(match self.assembling {
             Some(kind) if partial.fin => {
                 self.assembling = None;
-                Step::Assembled {
+                DecodeStep::Assembled {
                     text: kind == Opcode::Text,
                 }
             }
-            _ => Step::Fragment,
+            _ => DecodeStep::Fragment,
         })
     }
 
@@ -456,7 +460,7 @@ impl Decoder {
     /// # Errors
     ///
     /// If the memory cannot be allocated.
-    pub fn room(&mut self, most: usize) -> Result<Option<(&mut Vec<u8>, usize)>, FrameError> {
+    pub fn room(&mut self, most: usize) -> Result<Option<(&mut Vec<u8>, usize)>, WebsocketError> {
         let Some(partial) = self.partial else {
             return Ok(None);
         };
@@ -471,20 +475,20 @@ impl Decoder {
             return;
         };
         let start = self.assembly.len().saturating_sub(read);
-        if self.role == Role::Server {
+        if self.role == WebsocketRole::Server {
             apply_mask(partial.key, &mut self.assembly[start..]);
             partial.key.rotate_left(read % 4);
         }
         partial.left = partial.left.saturating_sub(read);
     }
 
-    fn admit(&self, opcode: Opcode, length: usize) -> Result<(), FrameError> {
+    fn admit(&self, opcode: Opcode, length: usize) -> Result<(), WebsocketError> {
         if (opcode == Opcode::Continuation) != self.assembling.is_some() {
-            return Err(FrameError::Fragments);
+            return Err(WebsocketError::Fragments);
         }
         let total = self.assembly.len() + length;
         if total > self.limit {
-            return Err(FrameError::MessageTooLarge {
+            return Err(WebsocketError::MessageTooLarge {
                 bytes: total,
                 limit: self.limit,
             });
@@ -494,19 +498,19 @@ impl Decoder {
 }
 
 /// Checks the payload of a close frame: empty, or a status code with an optional UTF-8 reason.
-fn check_close(payload: &[u8]) -> Result<(), FrameError> {
+fn check_close(payload: &[u8]) -> Result<(), WebsocketError> {
     let Some((code, reason)) = payload.split_first_chunk() else {
         return if payload.is_empty() {
             Ok(())
         } else {
-            Err(FrameError::Close)
+            Err(WebsocketError::Close)
         };
     };
     // RFC 6455, section 7.4, and the IANA registry (1012 to 1014); 1004 to 1006 and 1015 must not
     // be sent.
     let known = matches!(u16::from_be_bytes(*code), 1000..=1003 | 1007..=1014 | 3000..=4999);
     if !known || simdutf8::basic::from_utf8(reason).is_err() {
-        return Err(FrameError::Close);
+        return Err(WebsocketError::Close);
     }
     Ok(())
 }
@@ -701,17 +705,21 @@ mod tests {
     use super::*;
 
     /// Decodes a byte stream that arrives in pieces of `step` bytes.
-    fn decode_all(role: Role, bytes: &[u8], step: usize) -> Result<Vec<Vec<u8>>, FrameError> {
+    fn decode_all(
+        role: WebsocketRole,
+        bytes: &[u8],
+        step: usize,
+    ) -> Result<Vec<Vec<u8>>, WebsocketError> {
         let mut decoder = Decoder::new(role);
         let (mut buffer, mut at, mut messages) = (Vec::new(), 0, Vec::new());
         for piece in bytes.chunks(step.max(1)) {
             buffer.extend_from_slice(piece);
             loop {
                 match decoder.step(&mut buffer, &mut at)? {
-                    Step::NeedMore(_) => break,
-                    Step::Whole { payload, .. } => messages.push(buffer[payload].to_vec()),
-                    Step::Assembled { .. } => messages.push(decoder.assembled().to_vec()),
-                    Step::Control(..) | Step::Fragment => {}
+                    DecodeStep::NeedMore(_) => break,
+                    DecodeStep::Whole { payload, .. } => messages.push(buffer[payload].to_vec()),
+                    DecodeStep::Assembled { .. } => messages.push(decoder.assembled().to_vec()),
+                    DecodeStep::Control(..) | DecodeStep::Fragment => {}
                 }
             }
         }
@@ -733,14 +741,14 @@ mod tests {
                 push_frame(&mut wire, Opcode::Ping, mask, b"between");
                 sent.push(payload);
             }
-            let role = if client { Role::Server } else { Role::Client };
+            let role = if client { WebsocketRole::Server } else { WebsocketRole::Client };
             prop_assert_eq!(decode_all(role, &wire, step).unwrap(), sent);
         }
 
         #[test]
         fn garbage_never_panics(bytes: Vec<u8>, step in 1usize..64) {
-            let _ = decode_all(Role::Server, &bytes, step);
-            let _ = decode_all(Role::Client, &bytes, step);
+            let _ = decode_all(WebsocketRole::Server, &bytes, step);
+            let _ = decode_all(WebsocketRole::Client, &bytes, step);
         }
     }
 
@@ -756,9 +764,9 @@ mod tests {
                 2 * header_len(SEND_FRAME_BYTES, mask.is_some()) + header_len(5, mask.is_some())
             );
             let role = if mask.is_some() {
-                Role::Server
+                WebsocketRole::Server
             } else {
-                Role::Client
+                WebsocketRole::Client
             };
             assert_eq!(
                 decode_all(role, &wire, 1 << 20).unwrap(),
@@ -784,8 +792,8 @@ mod tests {
                 assert!(wire == pushed, "{size}");
                 push_message(&mut wire, mask, 5, |out| out.extend_from_slice(b"short"));
                 let role = match mask {
-                    Some(_) => Role::Server,
-                    None => Role::Client,
+                    Some(_) => WebsocketRole::Server,
+                    None => WebsocketRole::Client,
                 };
                 for step in [70_001, 1 << 20, usize::MAX / 2] {
                     let received = decode_all(role, &wire, step).unwrap();
@@ -804,8 +812,8 @@ mod tests {
             let payload: Vec<u8> = (0..size).map(|i| i as u8).collect();
             let mut wire = Vec::new();
             push_frame(&mut wire, Opcode::Binary, Some([1, 2, 3, 4]), &payload);
-            let mut decoder = Decoder::new(Role::Server).limited(65_536);
-            let Step::Whole { payload, .. } = decoder.step(&mut wire, &mut 0).unwrap() else {
+            let mut decoder = Decoder::new(WebsocketRole::Server).limited(65_536);
+            let DecodeStep::Whole { payload, .. } = decoder.step(&mut wire, &mut 0).unwrap() else {
                 panic!("{size}");
             };
             let start = readdress(&mut wire, &payload, Opcode::Binary);
@@ -819,20 +827,23 @@ mod tests {
     fn decoder_enforces_a_lower_message_limit() {
         let mut whole = Vec::new();
         push_frame(&mut whole, Opcode::Binary, Some([0; 4]), &[7; 101]);
-        let mut decoder = Decoder::new(Role::Server).limited(100);
+        let mut decoder = Decoder::new(WebsocketRole::Server).limited(100);
         let refused = decoder.step(&mut whole, &mut 0);
         let (bytes, limit) = (101, 100);
-        assert_eq!(refused, Err(FrameError::FrameTooLarge { bytes, limit }));
+        assert_eq!(refused, Err(WebsocketError::FrameTooLarge { bytes, limit }));
         // Fragmented messages have the same limit.
         let mut wire = vec![0x02, 0x80 | 100, 0, 0, 0, 0];
         wire.extend([7; 100]);
         wire.extend([0x80, 0x81, 0, 0, 0, 0, 7]);
-        let mut decoder = Decoder::new(Role::Server).limited(100);
+        let mut decoder = Decoder::new(WebsocketRole::Server).limited(100);
         let mut at = 0;
-        assert_eq!(decoder.step(&mut wire, &mut at), Ok(Step::Fragment));
+        assert_eq!(decoder.step(&mut wire, &mut at), Ok(DecodeStep::Fragment));
         let refused = decoder.step(&mut wire, &mut at);
         let bytes = 101;
-        assert_eq!(refused, Err(FrameError::MessageTooLarge { bytes, limit }));
+        assert_eq!(
+            refused,
+            Err(WebsocketError::MessageTooLarge { bytes, limit })
+        );
     }
 
     #[test]
@@ -840,21 +851,21 @@ mod tests {
         let masked = |first: u8, payload: &[u8]| {
             let mut wire = vec![first, 0x80 | payload.len() as u8, 0, 0, 0, 0];
             wire.extend_from_slice(payload);
-            decode_all(Role::Server, &wire, 64)
+            decode_all(WebsocketRole::Server, &wire, 64)
         };
-        assert_eq!(masked(0x83, b"x"), Err(FrameError::Opcode(3)));
-        assert_eq!(masked(0xc1, b"x"), Err(FrameError::ReservedBits));
-        assert_eq!(masked(0x80, b"x"), Err(FrameError::Fragments));
-        assert_eq!(masked(0x09, b"x"), Err(FrameError::Control));
+        assert_eq!(masked(0x83, b"x"), Err(WebsocketError::Opcode(3)));
+        assert_eq!(masked(0xc1, b"x"), Err(WebsocketError::ReservedBits));
+        assert_eq!(masked(0x80, b"x"), Err(WebsocketError::Fragments));
+        assert_eq!(masked(0x09, b"x"), Err(WebsocketError::Control));
         assert_eq!(
-            decode_all(Role::Server, &[0x81, 0x01, b'x'], 64),
-            Err(FrameError::Mask(false))
+            decode_all(WebsocketRole::Server, &[0x81, 0x01, b'x'], 64),
+            Err(WebsocketError::Mask(false))
         );
         let mut inside = vec![0x01, 0x81, 0, 0, 0, 0, b'a'];
         inside.extend([0x81, 0x81, 0, 0, 0, 0, b'b']);
         assert_eq!(
-            decode_all(Role::Server, &inside, 64),
-            Err(FrameError::Fragments)
+            decode_all(WebsocketRole::Server, &inside, 64),
+            Err(WebsocketError::Fragments)
         );
     }
 
@@ -863,18 +874,27 @@ mod tests {
         let close = |payload: &[u8]| {
             let mut wire = Vec::new();
             push_frame(&mut wire, Opcode::Close, None, payload);
-            let found = Decoder::new(Role::Client).step(&mut wire, &mut 0);
-            found.map(|step| assert_eq!(step, Step::Control(Opcode::Close, 2..2 + payload.len())))
+            let found = Decoder::new(WebsocketRole::Client).step(&mut wire, &mut 0);
+            found.map(|step| {
+                assert_eq!(
+                    step,
+                    DecodeStep::Control(Opcode::Close, 2..2 + payload.len())
+                )
+            })
         };
         let with_reason = |code: u16, reason: &[u8]| close(&[&code.to_be_bytes(), reason].concat());
         assert_eq!(close(b""), Ok(()));
-        assert_eq!(close(b"\x03"), Err(FrameError::Close));
+        assert_eq!(close(b"\x03"), Err(WebsocketError::Close));
         for code in [1000, 1001, 1003, 1007, 1014, 3000, 4999] {
             assert_eq!(with_reason(code, "späte".as_bytes()), Ok(()), "{code}");
-            assert_eq!(with_reason(code, b"\xff"), Err(FrameError::Close), "{code}");
+            assert_eq!(
+                with_reason(code, b"\xff"),
+                Err(WebsocketError::Close),
+                "{code}"
+            );
         }
         for code in [0, 999, 1004, 1005, 1006, 1015, 1016, 2999, 5000, 65_535] {
-            assert_eq!(with_reason(code, b""), Err(FrameError::Close), "{code}");
+            assert_eq!(with_reason(code, b""), Err(WebsocketError::Close), "{code}");
         }
     }
 
@@ -887,23 +907,26 @@ mod tests {
             Decoder::new(role).step(&mut wire, &mut 0)
         };
         let too_large = |bytes: usize, limit| {
-            Err(FrameError::FrameTooLarge {
+            Err(WebsocketError::FrameTooLarge {
                 bytes: bytes as u64,
                 limit,
             })
         };
         let (frame, message) = (MAX_FRAME_BYTES, MAX_MESSAGE_BYTES);
-        assert_eq!(step(Role::Server, 0xff, frame), Ok(Step::NeedMore(frame)));
         assert_eq!(
-            step(Role::Server, 0xff, frame + 1),
+            step(WebsocketRole::Server, 0xff, frame),
+            Ok(DecodeStep::NeedMore(frame))
+        );
+        assert_eq!(
+            step(WebsocketRole::Server, 0xff, frame + 1),
             too_large(frame + 1, frame)
         );
         assert_eq!(
-            step(Role::Client, 0x7f, message),
-            Ok(Step::NeedMore(message - 4))
+            step(WebsocketRole::Client, 0x7f, message),
+            Ok(DecodeStep::NeedMore(message - 4))
         );
         assert_eq!(
-            step(Role::Client, 0x7f, message + 1),
+            step(WebsocketRole::Client, 0x7f, message + 1),
             too_large(message + 1, message)
         );
     }

@@ -8,7 +8,9 @@ use exec_server_protocol::limits::{MAX_FRAME_BYTES, MAX_MESSAGE_BYTES};
 use serde_json::Value;
 
 use crate::Secret;
-use crate::frame::{Decoder, FrameError, Opcode, Role, Step, push_frame, push_message};
+use crate::frame::{
+    DecodeStep, Decoder, Opcode, WebsocketError, WebsocketRole, push_frame, push_message,
+};
 use crate::jwt;
 
 /// Decodes a byte stream whole and in pieces; the first two bytes choose the role and the piece
@@ -23,9 +25,9 @@ pub fn frames(data: &[u8]) {
         return;
     };
     let role = if role & 1 == 0 {
-        Role::Server
+        WebsocketRole::Server
     } else {
-        Role::Client
+        WebsocketRole::Client
     };
     let whole = receive(role, wire, |_| usize::MAX);
     assert_eq!(receive(role, wire, |_| 1), whole);
@@ -34,11 +36,11 @@ pub fn frames(data: &[u8]) {
 
     let mut sent = Vec::new();
     for event in &whole.0 {
-        let mask = (role == Role::Server).then_some([*pieces, 1, 0, 255]);
+        let mask = (role == WebsocketRole::Server).then_some([*pieces, 1, 0, 255]);
         match event {
-            Received::Control(opcode, payload) => push_frame(&mut sent, *opcode, mask, payload),
-            Received::Binary(payload) => push_frame(&mut sent, Opcode::Binary, mask, payload),
-            Received::Text(payload) => {
+            FuzzEvent::Control(opcode, payload) => push_frame(&mut sent, *opcode, mask, payload),
+            FuzzEvent::Binary(payload) => push_frame(&mut sent, Opcode::Binary, mask, payload),
+            FuzzEvent::Text(payload) => {
                 push_message(&mut sent, mask, size, |out| out.extend_from_slice(payload));
             }
         }
@@ -47,7 +49,7 @@ pub fn frames(data: &[u8]) {
 }
 
 #[derive(Debug, PartialEq)]
-enum Received {
+enum FuzzEvent {
     Control(Opcode, Vec<u8>),
     Binary(Vec<u8>),
     Text(Vec<u8>),
@@ -56,10 +58,10 @@ enum Received {
 /// Returns the messages that a link receives if its `n`th read returns `size(n)` bytes, and the
 /// result that ends the link.
 fn receive(
-    role: Role,
+    role: WebsocketRole,
     mut wire: &[u8],
     size: impl Fn(usize) -> usize,
-) -> (Vec<Received>, Option<FrameError>) {
+) -> (Vec<FuzzEvent>, Option<WebsocketError>) {
     let mut decoder = Decoder::new(role);
     let (mut buffer, mut at, mut received) = (Vec::new(), 0, Vec::new());
     // Length that the buffer must reach before the decoder can make progress.
@@ -76,25 +78,25 @@ fn receive(
                 Ok(step) => step,
                 Err(error) => return (received, Some(error)),
             };
-            if let Step::NeedMore(more) = step {
+            if let DecodeStep::NeedMore(more) = step {
                 assert_ne!(more, 0, "waiting for nothing");
                 needed = buffer.len() + more;
                 break;
             }
             assert!(buffer.len() >= needed, "it had asked for too much");
             match step {
-                Step::NeedMore(_) | Step::Fragment => {}
-                Step::Control(opcode, payload) => {
+                DecodeStep::NeedMore(_) | DecodeStep::Fragment => {}
+                DecodeStep::Control(opcode, payload) => {
                     assert_eq!(payload.end, at);
                     assert!(payload.len() <= 125);
-                    received.push(Received::Control(opcode, buffer[payload].to_vec()));
+                    received.push(FuzzEvent::Control(opcode, buffer[payload].to_vec()));
                 }
-                Step::Whole { text, payload } => {
+                DecodeStep::Whole { text, payload } => {
                     assert_eq!(payload.end, at);
                     assert!(payload.len() <= MAX_FRAME_BYTES);
                     received.push(message(text, &buffer[payload]));
                 }
-                Step::Assembled { text } => {
+                DecodeStep::Assembled { text } => {
                     assert!(decoder.assembled().len() <= MAX_MESSAGE_BYTES);
                     received.push(message(text, decoder.assembled()));
                 }
@@ -108,11 +110,11 @@ fn receive(
     (received, None)
 }
 
-fn message(text: bool, payload: &[u8]) -> Received {
+fn message(text: bool, payload: &[u8]) -> FuzzEvent {
     if text {
-        Received::Text(payload.to_vec())
+        FuzzEvent::Text(payload.to_vec())
     } else {
-        Received::Binary(payload.to_vec())
+        FuzzEvent::Binary(payload.to_vec())
     }
 }
 
@@ -128,9 +130,9 @@ pub fn jwt(data: &[u8]) {
         return;
     };
     let secret = Secret::from("0123456789abcdef0123456789abcdef");
-    let keys = [jwt::Key::hmac(&secret)];
+    let keys = [jwt::VerificationKey::hmac(&secret)];
     let read = |text: &str| {
-        let token = jwt::Token::parse(text, &[jwt::Algorithm::Hs256])?;
+        let token = jwt::ParsedToken::parse(text, &[jwt::SignatureAlgorithm::Hs256])?;
         token.verify(&keys)
     };
     assert!(read(text).is_err(), "an unsigned token is accepted");

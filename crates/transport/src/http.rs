@@ -16,7 +16,7 @@ const MAX_HEADERS: usize = 64;
 
 /// Parsed head, and the bytes that were received after it.
 #[derive(Clone, Default)]
-pub struct Head {
+pub struct HttpHead {
     /// Method of a request; empty in a response.
     pub method: String,
     /// Target of a request; empty in a response.
@@ -29,11 +29,11 @@ pub struct Head {
     pub rest: Vec<u8>,
 }
 
-impl fmt::Debug for Head {
+impl fmt::Debug for HttpHead {
     /// Omits header values, because one of them may be a token.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names: Vec<&str> = self.headers.iter().map(|(name, _)| name.as_str()).collect();
-        f.debug_struct("Head")
+        f.debug_struct("HttpHead")
             .field("method", &self.method)
             .field("target", &self.target)
             .field("status", &self.status)
@@ -43,7 +43,7 @@ impl fmt::Debug for Head {
     }
 }
 
-impl Head {
+impl HttpHead {
     /// Returns the first header with this (lower-case) name.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers
@@ -106,7 +106,7 @@ impl Head {
 
 /// Kind of head: request or response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum HeadKind {
     /// Head sent by a client.
     Request,
     /// Head sent by a server.
@@ -119,7 +119,10 @@ pub enum Kind {
 ///
 /// `InvalidData` if the head is not HTTP or too large, `UnexpectedEof` if the peer closes the
 /// connection before its end.
-pub async fn read_head(reader: &mut (impl AsyncRead + Unpin), kind: Kind) -> io::Result<Head> {
+pub async fn read_head(
+    reader: &mut (impl AsyncRead + Unpin),
+    kind: HeadKind,
+) -> io::Result<HttpHead> {
     read_next_head(reader, kind, Vec::new()).await
 }
 
@@ -131,9 +134,9 @@ pub async fn read_head(reader: &mut (impl AsyncRead + Unpin), kind: Kind) -> io:
 /// As for [`read_head`].
 pub async fn read_next_head(
     reader: &mut (impl AsyncRead + Unpin),
-    kind: Kind,
+    kind: HeadKind,
     received: Vec<u8>,
-) -> io::Result<Head> {
+) -> io::Result<HttpHead> {
     /// 2 KiB: enough for a head with a short body, and small enough to keep for an idle connection.
     const READ_BYTES: usize = 2048;
     let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
@@ -152,11 +155,11 @@ pub async fn read_next_head(
     }
 }
 
-fn parse_head(bytes: &[u8], kind: Kind) -> Result<Option<Head>, httparse::Error> {
+fn parse_head(bytes: &[u8], kind: HeadKind) -> Result<Option<HttpHead>, httparse::Error> {
     let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
-    let mut head = Head::default();
+    let mut head = HttpHead::default();
     let (used, parsed) = match kind {
-        Kind::Request => {
+        HeadKind::Request => {
             let mut request = httparse::Request::new(&mut headers);
             let httparse::Status::Complete(used) = request.parse(bytes)? else {
                 return Ok(None);
@@ -165,7 +168,7 @@ fn parse_head(bytes: &[u8], kind: Kind) -> Result<Option<Head>, httparse::Error>
             head.target = request.path.unwrap_or("").to_owned();
             (used, request.headers)
         }
-        Kind::Response => {
+        HeadKind::Response => {
             let mut response = httparse::Response::new(&mut headers);
             let httparse::Status::Complete(used) = response.parse(bytes)? else {
                 return Ok(None);
@@ -239,7 +242,7 @@ mod tests {
     async fn read_head_keeps_the_bytes_after_the_head() {
         let mut bytes: &[u8] =
             b"GET /a?b HTTP/1.1\r\nConnection: keep-alive, Upgrade\r\nX: y\r\n\r\nrest";
-        let head = read_head(&mut bytes, Kind::Request).await.unwrap();
+        let head = read_head(&mut bytes, HeadKind::Request).await.unwrap();
         assert_eq!((head.method.as_str(), head.path()), ("GET", "/a"));
         assert!(head.has_token("connection", "upgrade"));
         assert_eq!(
@@ -252,12 +255,12 @@ mod tests {
     async fn read_head_refuses_endless_heads() {
         let long = vec![b'a'; MAX_HEAD_BYTES + 10];
         let mut bytes = [b"GET /".as_slice(), &long].concat();
-        let error = read_head(&mut bytes.as_slice(), Kind::Request)
+        let error = read_head(&mut bytes.as_slice(), HeadKind::Request)
             .await
             .unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData);
         bytes.truncate(20);
-        let error = read_head(&mut bytes.as_slice(), Kind::Request)
+        let error = read_head(&mut bytes.as_slice(), HeadKind::Request)
             .await
             .unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);

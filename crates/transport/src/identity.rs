@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use base64_turbo::STANDARD;
-use exec_server_relay::noise::{Identity, SEED_BYTES};
+use exec_server_relay::noise::{SEED_BYTES, StaticKeys};
 use rustix::process::geteuid;
 use zeroize::Zeroizing;
 
@@ -63,8 +63,8 @@ pub enum IdentityError {
 }
 
 /// Generates new keys.
-pub fn generate() -> Identity {
-    Identity::generate(&mut |out: &mut [u8]| {
+pub fn generate() -> StaticKeys {
+    StaticKeys::generate(&mut |out: &mut [u8]| {
         getrandom::fill(out).expect("the system has randomness");
     })
 }
@@ -77,7 +77,7 @@ pub fn generate() -> Identity {
 ///
 /// If another user owns or could read the file, it is not an identity file, or it cannot be
 /// created.
-pub fn load_or_create(path: &Path) -> Result<Identity, IdentityError> {
+pub fn load_or_create(path: &Path) -> Result<StaticKeys, IdentityError> {
     match load(path) {
         Err(IdentityError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
         outcome => return outcome,
@@ -107,7 +107,7 @@ pub fn load_or_create(path: &Path) -> Result<Identity, IdentityError> {
     }
 }
 
-fn load(path: &Path) -> Result<Identity, IdentityError> {
+fn load(path: &Path) -> Result<StaticKeys, IdentityError> {
     let failed = |source| IdentityError::Io {
         action: "read",
         path: path.to_owned(),
@@ -145,7 +145,7 @@ fn load(path: &Path) -> Result<Identity, IdentityError> {
         .map(Zeroizing::new);
     let seed: Option<Zeroizing<[u8; SEED_BYTES]>> =
         seed.and_then(|seed| Some(Zeroizing::new(seed.as_slice().try_into().ok()?)));
-    Ok(Identity::from_seed(&*seed.ok_or_else(malformed)?))
+    Ok(StaticKeys::from_seed(&*seed.ok_or_else(malformed)?))
 }
 
 #[cfg(test)]
@@ -154,16 +154,16 @@ mod tests {
 
     use super::*;
 
-    struct Directory(PathBuf);
+    struct KeyDirectory(PathBuf);
 
-    impl Directory {
+    impl KeyDirectory {
         fn new() -> Self {
             let name = format!("exec-server-identity-{}", uuid::Uuid::new_v4());
             Self(std::env::temp_dir().join(name))
         }
     }
 
-    impl Drop for Directory {
+    impl Drop for KeyDirectory {
         fn drop(&mut self) {
             let _ = fs::remove_dir_all(&self.0);
         }
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     fn keys_are_stable_and_the_file_is_private() {
-        let directory = Directory::new();
+        let directory = KeyDirectory::new();
         let path = directory.0.join("deep/identity");
         let made = load_or_create(&path).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o600);
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn concurrent_creation_returns_the_same_keys() {
-        let directory = Directory::new();
+        let directory = KeyDirectory::new();
         let path = directory.0.join("identity");
         let keys: Vec<_> = std::thread::scope(|scope| {
             let starts: Vec<_> = (0..8)
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn readable_and_malformed_files_are_refused() {
-        let directory = Directory::new();
+        let directory = KeyDirectory::new();
         let path = directory.0.join("identity");
         load_or_create(&path).unwrap();
         for mode in [0o640, 0o604, 0o660] {

@@ -35,7 +35,7 @@ impl Journal {
         let file = open(path)?;
         let (lines, queue) = sync_channel(QUEUE_LINES);
         let lost = Arc::new(AtomicU64::new(0));
-        let writer = Writer {
+        let writer = JournalWriter {
             file,
             path: path.to_owned(),
             lost: Arc::clone(&lost),
@@ -73,7 +73,7 @@ fn open(path: &Path) -> io::Result<File> {
 }
 
 /// State of the writer thread.
-struct Writer {
+struct JournalWriter {
     file: File,
     path: PathBuf,
     lost: Arc<AtomicU64>,
@@ -81,7 +81,7 @@ struct Writer {
     complained: bool,
 }
 
-impl Writer {
+impl JournalWriter {
     fn run(mut self, queue: &Receiver<String>) {
         while let Ok(line) = queue.recv() {
             let mut batch = line;
@@ -151,7 +151,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("journal");
         let file = open(&path).unwrap();
-        let mut writer = Writer {
+        let mut writer = JournalWriter {
             file,
             path: path.clone(),
             lost: Arc::new(AtomicU64::new(2)),

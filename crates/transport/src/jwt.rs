@@ -1,7 +1,7 @@
 //! JSON Web Tokens (RFC 7519): parsing, header rules, signatures and registered claims.
 //!
 //! Verifies HS256, RS256, ES256 and EdDSA (Ed25519) with ring, and signs HS256. Claims can be read
-//! only after the signature was verified ([`Token::verify`]), except for display ([`inspect`]).
+//! only after the signature was verified ([`ParsedToken::verify`]), except for display ([`inspect`]).
 //! The server (`service::auth`) and the rendezvous server (`rendezvous::oidc`) decide what a token
 //! allows.
 //!
@@ -35,7 +35,7 @@ const MAX_VALUES: usize = MAX_TOKEN_BYTES;
 /// Reason why a token is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Error {
+pub enum JwtError {
     /// The token is not three parts of canonical base64url, its header breaks the rules, or a part
     /// is not a JSON object.
     #[error("malformed token")]
@@ -71,7 +71,7 @@ pub enum Error {
 
 /// Signature algorithm, as named by the header field `alg`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Algorithm {
+pub enum SignatureAlgorithm {
     /// HMAC with SHA-256.
     Hs256,
     /// RSASSA-PKCS1-v1_5 with SHA-256; keys of 2048 to 8192 bits.
@@ -82,7 +82,7 @@ pub enum Algorithm {
     EdDsa,
 }
 
-impl Algorithm {
+impl SignatureAlgorithm {
     /// Algorithms with public keys.
     pub const PUBLIC: [Self; 3] = [Self::Rs256, Self::Es256, Self::EdDsa];
 
@@ -100,7 +100,7 @@ impl Algorithm {
 
 /// Key material. Each kind belongs to exactly one algorithm, whatever the header of a token says.
 #[derive(Debug)]
-pub enum Material {
+pub enum KeyMaterial {
     /// Secret for HS256.
     Hmac(hmac::Key),
     /// Public key for RS256: modulus and exponent, big-endian, without leading zeros.
@@ -118,45 +118,45 @@ pub enum Material {
 
 /// Key that verifies signatures.
 #[derive(Debug)]
-pub struct Key {
+pub struct VerificationKey {
     /// `kid` of the tokens that this key signs; `None` if the key has no id.
     pub id: Option<String>,
     /// Key material.
-    pub material: Material,
+    pub material: KeyMaterial,
 }
 
-impl Key {
+impl VerificationKey {
     /// Creates an HS256 key from a shared secret.
     pub fn hmac(secret: &Secret) -> Self {
         let material = hmac::Key::new(hmac::HMAC_SHA256, secret.expose().as_bytes());
         Self {
             id: None,
-            material: Material::Hmac(material),
+            material: KeyMaterial::Hmac(material),
         }
     }
 
     /// Returns the only algorithm that this key can be used with.
-    pub fn algorithm(&self) -> Algorithm {
+    pub fn algorithm(&self) -> SignatureAlgorithm {
         match self.material {
-            Material::Hmac(_) => Algorithm::Hs256,
-            Material::Rsa { .. } => Algorithm::Rs256,
-            Material::P256(_) => Algorithm::Es256,
-            Material::Ed25519(_) => Algorithm::EdDsa,
+            KeyMaterial::Hmac(_) => SignatureAlgorithm::Hs256,
+            KeyMaterial::Rsa { .. } => SignatureAlgorithm::Rs256,
+            KeyMaterial::P256(_) => SignatureAlgorithm::Es256,
+            KeyMaterial::Ed25519(_) => SignatureAlgorithm::EdDsa,
         }
     }
 
     fn verifies(&self, message: &[u8], signature: &[u8]) -> bool {
         match &self.material {
-            Material::Hmac(key) => hmac::verify(key, message, signature),
-            Material::Rsa { n, e } => RsaPublicKeyComponents { n, e }.verify(
+            KeyMaterial::Hmac(key) => hmac::verify(key, message, signature),
+            KeyMaterial::Rsa { n, e } => RsaPublicKeyComponents { n, e }.verify(
                 &RSA_PKCS1_2048_8192_SHA256,
                 message,
                 signature,
             ),
-            Material::P256(point) => {
+            KeyMaterial::P256(point) => {
                 UnparsedPublicKey::new(&ECDSA_P256_SHA256_FIXED, point).verify(message, signature)
             }
-            Material::Ed25519(point) => {
+            KeyMaterial::Ed25519(point) => {
                 UnparsedPublicKey::new(&ED25519, point).verify(message, signature)
             }
         }
@@ -166,8 +166,8 @@ impl Key {
 
 /// Parsed token whose signature is not verified yet.
 #[derive(Debug)]
-pub struct Token<'a> {
-    algorithm: Algorithm,
+pub struct ParsedToken<'a> {
+    algorithm: SignatureAlgorithm,
     key_id: Option<String>,
     /// Header and claims in the encoded form that the signature covers.
     message: &'a str,
@@ -175,37 +175,38 @@ pub struct Token<'a> {
     signature: Vec<u8>,
 }
 
-impl<'a> Token<'a> {
+impl<'a> ParsedToken<'a> {
     /// Parses the header of a token that must be signed with one of these algorithms.
     ///
     /// # Errors
     ///
     /// [`Error::Malformed`] and [`Error::Algorithm`].
-    pub fn parse(text: &'a str, accepted: &[Algorithm]) -> Result<Self, Error> {
+    pub fn parse(text: &'a str, accepted: &[SignatureAlgorithm]) -> Result<Self, JwtError> {
         if text.len() > MAX_TOKEN_BYTES {
-            return Err(Error::Malformed);
+            return Err(JwtError::Malformed);
         }
-        let [header, claims, signature] = parts(text).ok_or(Error::Malformed)?;
-        let header_members = object(header).ok_or(Error::Malformed)?;
+        let [header, claims, signature] = parts(text).ok_or(JwtError::Malformed)?;
+        let header_members = object(header).ok_or(JwtError::Malformed)?;
         // `crit` names extensions that must be understood (RFC 7515, section 4.1.11); none is
         // supported.
         if header_members.contains_key("crit") {
-            return Err(Error::Malformed);
+            return Err(JwtError::Malformed);
         }
-        let member = |name| text_of(&header_members, name).map_err(|_| Error::Malformed);
+        let member = |name| text_of(&header_members, name).map_err(|_| JwtError::Malformed);
         member("typ")?;
-        let name = member("alg")?.ok_or(Error::Malformed)?;
-        let known = Algorithm::parse(name).filter(|algorithm| accepted.contains(algorithm));
+        let name = member("alg")?.ok_or(JwtError::Malformed)?;
+        let known =
+            SignatureAlgorithm::parse(name).filter(|algorithm| accepted.contains(algorithm));
         let algorithm = known.ok_or_else(|| {
             let shown = name.chars().filter(char::is_ascii_alphanumeric);
-            Error::Algorithm(shown.take(16).collect())
+            JwtError::Algorithm(shown.take(16).collect())
         })?;
         Ok(Self {
             algorithm,
             key_id: member("kid")?.map(str::to_owned),
             message: &text[..header.len() + 1 + claims.len()],
             claims,
-            signature: decode(signature).ok_or(Error::Malformed)?,
+            signature: decode(signature).ok_or(JwtError::Malformed)?,
         })
     }
 
@@ -215,7 +216,7 @@ impl<'a> Token<'a> {
     ///
     /// [`Error::UnknownKey`], also if the token names no key and no key matches;
     /// [`Error::Signature`], [`Error::Malformed`], [`Error::Claim`] and [`Error::Subject`].
-    pub fn verify(&self, keys: &[Key]) -> Result<Claims, Error> {
+    pub fn verify(&self, keys: &[VerificationKey]) -> Result<VerifiedClaims, JwtError> {
         let mut named = false;
         for key in keys.iter().filter(|key| key.algorithm() == self.algorithm) {
             let same = self.key_id.is_some() && key.id == self.key_id;
@@ -224,20 +225,20 @@ impl<'a> Token<'a> {
             }
             named |= same;
             if key.verifies(self.message.as_bytes(), &self.signature) {
-                return Claims::read(object(self.claims).ok_or(Error::Malformed)?);
+                return VerifiedClaims::read(object(self.claims).ok_or(JwtError::Malformed)?);
             }
         }
         Err(if named {
-            Error::Signature
+            JwtError::Signature
         } else {
-            Error::UnknownKey
+            JwtError::UnknownKey
         })
     }
 }
 
 /// Claims of a verified token.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Claims {
+pub struct VerifiedClaims {
     members: Map<String, Value>,
     expires: i64,
     not_before: Option<i64>,
@@ -246,7 +247,7 @@ pub struct Claims {
 
 /// Expected values of the registered claims.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Expected<'a> {
+pub struct ExpectedClaims<'a> {
     /// Expected `iss`; any issuer if `None`.
     pub issuer: Option<&'a str>,
     /// Expected member of `aud`; any audience if `None`.
@@ -257,21 +258,21 @@ pub struct Expected<'a> {
     pub leeway: i64,
 }
 
-impl Claims {
-    fn read(members: Map<String, Value>) -> Result<Self, Error> {
+impl VerifiedClaims {
+    fn read(members: Map<String, Value>) -> Result<Self, JwtError> {
         for name in ["iss", "jti"] {
             text_of(&members, name)?;
         }
         if text_of(&members, "sub")?.is_some_and(|subject| !is_subject(subject)) {
-            return Err(Error::Subject);
+            return Err(JwtError::Subject);
         }
         match members.get("aud") {
             None | Some(Value::String(_)) => {}
             Some(Value::Array(all)) if all.iter().all(Value::is_string) => {}
-            Some(_) => return Err(Error::Claim("aud")),
+            Some(_) => return Err(JwtError::Claim("aud")),
         }
         Ok(Self {
-            expires: seconds(&members, "exp")?.ok_or(Error::Claim("exp"))?,
+            expires: seconds(&members, "exp")?.ok_or(JwtError::Claim("exp"))?,
             not_before: seconds(&members, "nbf")?,
             issued_at: seconds(&members, "iat")?,
             members,
@@ -284,20 +285,20 @@ impl Claims {
     /// # Errors
     ///
     /// [`Error::Expired`], [`Error::NotYet`], [`Error::Issuer`] and [`Error::Audience`].
-    pub fn check(&self, expected: &Expected<'_>) -> Result<(), Error> {
-        let Expected { now, leeway, .. } = *expected;
+    pub fn check(&self, expected: &ExpectedClaims<'_>) -> Result<(), JwtError> {
+        let ExpectedClaims { now, leeway, .. } = *expected;
         if now > self.expires.saturating_add(leeway) {
-            return Err(Error::Expired);
+            return Err(JwtError::Expired);
         }
         if self
             .not_before
             .is_some_and(|from| now < from.saturating_sub(leeway))
         {
-            return Err(Error::NotYet);
+            return Err(JwtError::NotYet);
         }
         let issuer = self.get("iss").and_then(Value::as_str);
         if expected.issuer.is_some() && issuer != expected.issuer {
-            return Err(Error::Issuer);
+            return Err(JwtError::Issuer);
         }
         let Some(audience) = expected.audience else {
             return Ok(());
@@ -307,7 +308,7 @@ impl Claims {
             Some(Value::Array(all)) => all.iter().any(|one| one == audience),
             _ => false,
         };
-        meant.then_some(()).ok_or(Error::Audience)
+        meant.then_some(()).ok_or(JwtError::Audience)
     }
 
     /// Returns a claim of any type.
@@ -345,19 +346,19 @@ pub fn is_subject(text: &str) -> bool {
 fn text_of<'a>(
     members: &'a Map<String, Value>,
     name: &'static str,
-) -> Result<Option<&'a str>, Error> {
+) -> Result<Option<&'a str>, JwtError> {
     match members.get(name) {
         None => Ok(None),
         Some(Value::String(text)) => Ok(Some(text)),
-        Some(_) => Err(Error::Claim(name)),
+        Some(_) => Err(JwtError::Claim(name)),
     }
 }
 
 /// Returns a claim that must be a whole number of seconds if it is present.
-fn seconds(members: &Map<String, Value>, name: &'static str) -> Result<Option<i64>, Error> {
+fn seconds(members: &Map<String, Value>, name: &'static str) -> Result<Option<i64>, JwtError> {
     match members.get(name) {
         None => Ok(None),
-        Some(value) => value.as_i64().map(Some).ok_or(Error::Claim(name)),
+        Some(value) => value.as_i64().map(Some).ok_or(JwtError::Claim(name)),
     }
 }
 
@@ -432,10 +433,10 @@ pub(crate) fn sign_text(header: &str, claims: &str, secret: &Secret) -> Secret {
 /// # Errors
 ///
 /// [`Error::Malformed`] if the token is not three parts, or one of the first two is not JSON.
-pub fn inspect(token: &Secret) -> Result<(Value, Value), Error> {
-    let [header, claims, _] = parts(token.expose()).ok_or(Error::Malformed)?;
+pub fn inspect(token: &Secret) -> Result<(Value, Value), JwtError> {
+    let [header, claims, _] = parts(token.expose()).ok_or(JwtError::Malformed)?;
     let read = |part: &str| serde_json::from_slice(&URL_SAFE_NO_PAD.decode(part).ok()?).ok();
-    read(header).zip(read(claims)).ok_or(Error::Malformed)
+    read(header).zip(read(claims)).ok_or(JwtError::Malformed)
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ impl Default for KeepaliveConfig {
 
 /// Action that is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Action {
+pub enum KeepaliveAction {
     /// No action before this time; then call [`Keepalive::poll`] again.
     Wait(Instant),
     /// Send a ping, then call [`Keepalive::poll`] again.
@@ -62,17 +62,17 @@ impl Keepalive {
 
     /// Returns the action that is due. The caller calls it at the time of the last
     /// [`Action::Wait`].
-    pub fn poll(&mut self, now: Instant) -> Action {
+    pub fn poll(&mut self, now: Instant) -> KeepaliveAction {
         let end = self.heard + self.config.deadline;
         if now >= end {
-            return Action::GiveUp;
+            return KeepaliveAction::GiveUp;
         }
         let next = self.pinged + self.config.interval;
         if now >= next {
             self.pinged = now;
-            return Action::Ping;
+            return KeepaliveAction::Ping;
         }
-        Action::Wait(next.min(end))
+        KeepaliveAction::Wait(next.min(end))
     }
 }
 
@@ -85,13 +85,13 @@ mod tests {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut keepalive = Keepalive::new(KeepaliveConfig::default(), start);
-        assert_eq!(keepalive.poll(start), Action::Wait(at(30)));
-        assert_eq!(keepalive.poll(at(30)), Action::Ping);
+        assert_eq!(keepalive.poll(start), KeepaliveAction::Wait(at(30)));
+        assert_eq!(keepalive.poll(at(30)), KeepaliveAction::Ping);
         keepalive.heard(at(31));
-        assert_eq!(keepalive.poll(at(60)), Action::Ping);
-        assert_eq!(keepalive.poll(at(61)), Action::Wait(at(90)));
-        assert_eq!(keepalive.poll(at(90)), Action::Ping);
-        assert_eq!(keepalive.poll(at(90)), Action::Wait(at(91)));
-        assert_eq!(keepalive.poll(at(91)), Action::GiveUp);
+        assert_eq!(keepalive.poll(at(60)), KeepaliveAction::Ping);
+        assert_eq!(keepalive.poll(at(61)), KeepaliveAction::Wait(at(90)));
+        assert_eq!(keepalive.poll(at(90)), KeepaliveAction::Ping);
+        assert_eq!(keepalive.poll(at(90)), KeepaliveAction::Wait(at(91)));
+        assert_eq!(keepalive.poll(at(91)), KeepaliveAction::GiveUp);
     }
 }

@@ -33,6 +33,6 @@ pub mod tls;
 pub mod turn;
 
 pub use connect::{ConnectError, ConnectOptions, connect, connect_over};
-pub use link::{Event, Incoming, Intake, Link, LinkError, Outgoing, RawEvent};
+pub use link::{IncomingLimiter, Link, LinkError, LinkEvent, LinkReceiver, LinkSender, RawEvent};
 pub use peer::{CallError, Peer};
 pub use secret::Secret;

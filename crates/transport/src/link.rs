@@ -14,15 +14,15 @@ use bytes::{Buf as _, BufMut as _, Bytes};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 
-use crate::frame::{self, Decoder, FrameError, Opcode, Role, Step};
+use crate::frame::{self, DecodeStep, Decoder, Opcode, WebsocketError, WebsocketRole};
 
 /// Both halves of a connection.
 #[derive(Debug)]
 pub struct Link {
     /// Receiving half.
-    pub incoming: Incoming,
+    pub incoming: LinkReceiver,
     /// Sending half.
-    pub outgoing: Outgoing,
+    pub outgoing: LinkSender,
 }
 
 impl Link {
@@ -32,31 +32,31 @@ impl Link {
         writer: impl AsyncWrite + Send + Unpin + 'static,
     ) -> Self {
         Self {
-            incoming: Incoming::new(
+            incoming: LinkReceiver::new(
                 Box::new(reader),
                 InFraming::Lines { scanned: 0 },
                 Vec::new(),
             ),
-            outgoing: Outgoing::new(Box::new(writer), OutFraming::Lines),
+            outgoing: LinkSender::new(Box::new(writer), OutFraming::Lines),
         }
     }
 
     /// Creates a link with one JSON message per websocket message; `received` are the bytes
     /// received after the handshake.
     pub fn websocket(
-        role: Role,
+        role: WebsocketRole,
         reader: impl AsyncRead + Send + Unpin + 'static,
         writer: impl AsyncWrite + Send + Unpin + 'static,
         received: Vec<u8>,
     ) -> Self {
         let framing = InFraming::Websocket(Decoder::new(role));
         Self {
-            incoming: Incoming::new(Box::new(reader), framing, received),
-            outgoing: Outgoing::new(
+            incoming: LinkReceiver::new(Box::new(reader), framing, received),
+            outgoing: LinkSender::new(
                 Box::new(writer),
                 match role {
-                    Role::Server => OutFraming::ServerFrames,
-                    Role::Client => OutFraming::ClientFrames(Masks::new()),
+                    WebsocketRole::Server => OutFraming::ServerFrames,
+                    WebsocketRole::Client => OutFraming::ClientFrames(Masks::new()),
                 },
             ),
         }
@@ -76,11 +76,11 @@ impl Link {
     }
 
     /// Creates a link over a source and a sink of whole messages, without encoding to bytes.
-    pub fn handed(source: impl Source + 'static, sink: impl Sink + 'static) -> Self {
+    pub fn handed(source: impl MessageSource + 'static, sink: impl MessageSink + 'static) -> Self {
         let framing = InFraming::Handed(Box::new(source), Bytes::new());
         Self {
-            incoming: Incoming::new(Box::new(tokio::io::empty()), framing, Vec::new()),
-            outgoing: Outgoing::new(
+            incoming: LinkReceiver::new(Box::new(tokio::io::empty()), framing, Vec::new()),
+            outgoing: LinkSender::new(
                 Box::new(tokio::io::sink()),
                 OutFraming::Handed(Some(Box::new(sink))),
             ),
@@ -97,13 +97,13 @@ impl Link {
 }
 
 /// Source of whole messages.
-pub trait Source: Send {
+pub trait MessageSource: Send {
     /// Polls for the next message; `None` at the end.
     fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>>;
 }
 
 /// Sink of whole messages. Dropping it ends the direction.
-pub trait Sink: Send {
+pub trait MessageSink: Send {
     /// Sends messages from the front of the queue; ready when the queue is empty.
     fn poll_send(
         &mut self,
@@ -113,7 +113,7 @@ pub trait Sink: Send {
 }
 
 /// Memory limiter for incomplete messages of a link.
-pub trait Intake: Send {
+pub trait IncomingLimiter: Send {
     /// Waits until the link may hold `bytes` of the message in memory, including the bytes it
     /// already holds.
     fn poll_hold(&mut self, cx: &mut Context<'_>, bytes: usize) -> Poll<()>;
@@ -134,7 +134,7 @@ pub enum LinkError {
     Io(#[from] io::Error),
     /// The peer violated the websocket protocol.
     #[error(transparent)]
-    Frame(#[from] FrameError),
+    Frame(#[from] WebsocketError),
     /// A line is longer than the limit.
     #[error("line exceeds the limit of {MAX_MESSAGE_BYTES} bytes")]
     LineTooLong,
@@ -156,12 +156,12 @@ impl LinkError {
 
 /// Received event.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Event<'a> {
+pub enum LinkEvent<'a> {
     /// Message.
     Message(&'a str),
     /// Binary message that is not valid UTF-8 and so cannot be JSON; the link stays usable.
     NotText,
-    /// Ping; answer it with [`Outgoing::push_pong`] and this payload.
+    /// Ping; answer it with [`LinkSender::push_pong`] and this payload.
     Ping(&'a [u8]),
     /// Pong.
     Pong,
@@ -177,7 +177,7 @@ pub enum RawEvent<'a> {
         /// The message was sent as text.
         text: bool,
     },
-    /// Ping; answer it with [`Outgoing::push_pong`] and this payload.
+    /// Ping; answer it with [`LinkSender::push_pong`] and this payload.
     Ping(&'a [u8]),
     /// Pong.
     Pong,
@@ -189,16 +189,16 @@ impl<'a> RawEvent<'a> {
     /// # Errors
     ///
     /// [`FrameError::Utf8`] if a text message is not valid UTF-8.
-    pub fn decode(self) -> Result<Event<'a>, FrameError> {
+    pub fn decode(self) -> Result<LinkEvent<'a>, WebsocketError> {
         let (bytes, text) = match self {
             Self::Message { bytes, text } => (bytes, text),
-            Self::Ping(payload) => return Ok(Event::Ping(payload)),
-            Self::Pong => return Ok(Event::Pong),
+            Self::Ping(payload) => return Ok(LinkEvent::Ping(payload)),
+            Self::Pong => return Ok(LinkEvent::Pong),
         };
         match simdutf8::basic::from_utf8(bytes) {
-            Ok(message) => Ok(Event::Message(message)),
-            Err(_) if text => Err(FrameError::Utf8),
-            Err(_) => Ok(Event::NotText),
+            Ok(message) => Ok(LinkEvent::Message(message)),
+            Err(_) if text => Err(WebsocketError::Utf8),
+            Err(_) => Ok(LinkEvent::NotText),
         }
     }
 }
@@ -210,11 +210,11 @@ enum InFraming {
     },
     Websocket(Decoder),
     /// Message source and the message it returned last.
-    Handed(Box<dyn Source>, Bytes),
+    Handed(Box<dyn MessageSource>, Bytes),
 }
 
 /// Receiving half of a link.
-pub struct Incoming {
+pub struct LinkReceiver {
     io: Box<dyn AsyncRead + Send + Unpin>,
     framing: InFraming,
     /// Received bytes; those before `start` are consumed.
@@ -226,7 +226,7 @@ pub struct Incoming {
     /// Code and reason of the peer's close frame, if it had a payload.
     close: Option<(u16, String)>,
     /// Memory limiter for long messages.
-    intake: Option<Box<dyn Intake>>,
+    intake: Option<Box<dyn IncomingLimiter>>,
     /// Memory was requested from the limiter and not released yet.
     granted: bool,
     /// The limiter has not granted the requested memory yet.
@@ -235,16 +235,16 @@ pub struct Incoming {
     received: u64,
 }
 
-impl std::fmt::Debug for Incoming {
+impl std::fmt::Debug for LinkReceiver {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Incoming")
+        f.debug_struct("LinkReceiver")
             .field("buffered", &(self.buffer.len() - self.start))
             .finish()
     }
 }
 
 /// Location of a complete event.
-enum Found {
+enum EventLocation {
     Buffer(MessageKind, Range<usize>),
     Assembled(MessageKind),
     Handed,
@@ -268,7 +268,7 @@ impl MessageKind {
         if text { Self::Text } else { Self::Binary }
     }
 
-    fn event(self, event: RawEvent<'_>) -> Result<Event<'_>, LinkError> {
+    fn event(self, event: RawEvent<'_>) -> Result<LinkEvent<'_>, LinkError> {
         event.decode().map_err(|error| match self {
             Self::Line => LinkError::LineNotUtf8,
             Self::Text | Self::Binary => error.into(),
@@ -276,14 +276,14 @@ impl MessageKind {
     }
 }
 
-impl Incoming {
+impl LinkReceiver {
     /// 4 KiB: buffer size of an idle connection, kept for its whole lifetime.
     const IDLE_BYTES: usize = 4 * 1024;
     /// Messages of this length or more are read without the bytes that follow them.
     const LONG_BYTES: usize = 32 * 1024;
     /// Maximum size of one read, and of the buffer that a busy connection keeps.
     const READ_BYTES: usize = 256 * 1024;
-    /// Size up to which a link may hold an incomplete message without asking its [`Intake`].
+    /// Size up to which a link may hold an incomplete message without asking its [`IncomingLimiter`].
     const GUARANTEED_BYTES: usize = 512 * 1024;
 
     fn new(io: Box<dyn AsyncRead + Send + Unpin>, framing: InFraming, buffer: Vec<u8>) -> Self {
@@ -314,7 +314,7 @@ impl Incoming {
     }
 
     /// Sets the memory limiter for messages longer than the guaranteed size.
-    pub fn limit_by(&mut self, intake: impl Intake + 'static) {
+    pub fn limit_by(&mut self, intake: impl IncomingLimiter + 'static) {
         self.intake = Some(Box::new(intake));
     }
 
@@ -349,7 +349,7 @@ impl Incoming {
     /// # Errors
     ///
     /// If the connection fails or the peer violates the protocol; the link is then unusable.
-    pub async fn recv(&mut self) -> Result<Option<Event<'_>>, LinkError> {
+    pub async fn recv(&mut self) -> Result<Option<LinkEvent<'_>>, LinkError> {
         let found = self.receive().await?;
         match self.raw(found) {
             Some((kind, event)) => kind.event(event).map(Some),
@@ -357,20 +357,24 @@ impl Incoming {
         }
     }
 
-    /// Like [`Incoming::recv`]; also returns the shared buffer of a long message, so that callers
+    /// Like [`LinkReceiver::recv`]; also returns the shared buffer of a long message, so that callers
     /// can keep a part of the message without copying it.
     ///
     /// # Errors
     ///
     /// If the connection fails or the peer violates the protocol; the link is then unusable.
-    pub async fn recv_shared(&mut self) -> Result<Option<(Event<'_>, Option<&Bytes>)>, LinkError> {
+    pub async fn recv_shared(
+        &mut self,
+    ) -> Result<Option<(LinkEvent<'_>, Option<&Bytes>)>, LinkError> {
         let found = self.receive().await?;
-        if let (Found::Assembled(_), InFraming::Websocket(decoder)) = (&found, &mut self.framing) {
+        if let (EventLocation::Assembled(_), InFraming::Websocket(decoder)) =
+            (&found, &mut self.framing)
+        {
             decoder.share();
         }
         let shared = match (&found, &self.framing) {
-            (Found::Assembled(_), InFraming::Websocket(decoder)) => decoder.shared(),
-            (Found::Handed, InFraming::Handed(_, message)) => Some(message),
+            (EventLocation::Assembled(_), InFraming::Websocket(decoder)) => decoder.shared(),
+            (EventLocation::Handed, InFraming::Handed(_, message)) => Some(message),
             _ => None,
         };
         match self.raw(found) {
@@ -384,7 +388,7 @@ impl Incoming {
         self.start < self.buffer.len()
     }
 
-    /// Like [`Incoming::recv`], without the UTF-8 check.
+    /// Like [`LinkReceiver::recv`], without the UTF-8 check.
     ///
     /// # Errors
     ///
@@ -395,12 +399,12 @@ impl Incoming {
     }
 
     /// Waits for the next event and returns its location.
-    async fn receive(&mut self) -> Result<Found, LinkError> {
+    async fn receive(&mut self) -> Result<EventLocation, LinkError> {
         self.give_back();
         let found = loop {
             match self.find()? {
                 Ok(found) => break found,
-                Err(_) if self.ended => return Ok(Found::End),
+                Err(_) if self.ended => return Ok(EventLocation::End),
                 Err(missing) => match &mut self.framing {
                     InFraming::Handed(source, message) => {
                         let next = poll_fn(|cx| source.poll_next(cx)).await;
@@ -408,14 +412,14 @@ impl Incoming {
                         *message = next.unwrap_or_default();
                         self.received += message.len() as u64;
                         if !self.ended {
-                            break Found::Handed;
+                            break EventLocation::Handed;
                         }
                     }
                     _ => self.fill(missing).await?,
                 },
             }
         };
-        if let Found::Closed(payload) = &found {
+        if let EventLocation::Closed(payload) = &found {
             self.ended = true;
             self.goodbye = true;
             self.close = frame::parse_close(&self.buffer[payload.clone()]);
@@ -461,30 +465,30 @@ impl Incoming {
     }
 
     /// Returns the event at a location; `None` at the end.
-    fn raw(&self, found: Found) -> Option<(MessageKind, RawEvent<'_>)> {
+    fn raw(&self, found: EventLocation) -> Option<(MessageKind, RawEvent<'_>)> {
         let message = |kind, bytes| {
             let text = !matches!(kind, MessageKind::Binary);
             Some((kind, RawEvent::Message { bytes, text }))
         };
         let control = |event| Some((MessageKind::Binary, event));
         match found {
-            Found::Buffer(kind, range) => message(kind, &self.buffer[range]),
-            Found::Assembled(kind) => match &self.framing {
+            EventLocation::Buffer(kind, range) => message(kind, &self.buffer[range]),
+            EventLocation::Assembled(kind) => match &self.framing {
                 InFraming::Websocket(decoder) => message(kind, decoder.assembled()),
                 _ => None,
             },
-            Found::Handed => match &self.framing {
+            EventLocation::Handed => match &self.framing {
                 InFraming::Handed(_, bytes) => message(MessageKind::Binary, bytes),
                 _ => None,
             },
-            Found::Ping(range) => control(RawEvent::Ping(&self.buffer[range])),
-            Found::Pong => control(RawEvent::Pong),
-            Found::Closed(_) | Found::End => None,
+            EventLocation::Ping(range) => control(RawEvent::Ping(&self.buffer[range])),
+            EventLocation::Pong => control(RawEvent::Pong),
+            EventLocation::Closed(_) | EventLocation::End => None,
         }
     }
 
     /// Looks for a complete event; the inner error is the minimum number of missing bytes.
-    fn find(&mut self) -> Result<Result<Found, usize>, LinkError> {
+    fn find(&mut self) -> Result<Result<EventLocation, usize>, LinkError> {
         let Self {
             framing,
             buffer,
@@ -520,20 +524,22 @@ impl Incoming {
                 *start = (*start + end + 1).min(buffer.len());
                 *scanned = 0;
                 if !blank {
-                    return Ok(Ok(Found::Buffer(MessageKind::Line, range)));
+                    return Ok(Ok(EventLocation::Buffer(MessageKind::Line, range)));
                 }
             },
             InFraming::Websocket(decoder) => loop {
                 return Ok(match decoder.step(buffer, start)? {
-                    Step::NeedMore(missing) => Err(missing),
-                    Step::Fragment => continue,
-                    Step::Control(Opcode::Ping, payload) => Ok(Found::Ping(payload)),
-                    Step::Control(Opcode::Pong, _) => Ok(Found::Pong),
-                    Step::Control(_, payload) => Ok(Found::Closed(payload)),
-                    Step::Whole { text, payload } => {
-                        Ok(Found::Buffer(MessageKind::framed(text), payload))
+                    DecodeStep::NeedMore(missing) => Err(missing),
+                    DecodeStep::Fragment => continue,
+                    DecodeStep::Control(Opcode::Ping, payload) => Ok(EventLocation::Ping(payload)),
+                    DecodeStep::Control(Opcode::Pong, _) => Ok(EventLocation::Pong),
+                    DecodeStep::Control(_, payload) => Ok(EventLocation::Closed(payload)),
+                    DecodeStep::Whole { text, payload } => {
+                        Ok(EventLocation::Buffer(MessageKind::framed(text), payload))
                     }
-                    Step::Assembled { text } => Ok(Found::Assembled(MessageKind::framed(text))),
+                    DecodeStep::Assembled { text } => {
+                        Ok(EventLocation::Assembled(MessageKind::framed(text)))
+                    }
                 });
             },
         }
@@ -614,11 +620,11 @@ enum OutFraming {
     ServerFrames,
     ClientFrames(Masks),
     /// `None` after this direction was closed.
-    Handed(Option<Box<dyn Sink>>),
+    Handed(Option<Box<dyn MessageSink>>),
 }
 
-/// Sending half of a link: messages are encoded into its buffer and sent by [`Outgoing::flush`].
-pub struct Outgoing {
+/// Sending half of a link: messages are encoded into its buffer and sent by [`LinkSender::flush`].
+pub struct LinkSender {
     io: Box<dyn AsyncWrite + Send + Unpin>,
     framing: OutFraming,
     /// Parts that are sent before the buffer: payloads of long messages and the data before them.
@@ -631,15 +637,15 @@ pub struct Outgoing {
     sent: usize,
 }
 
-impl std::fmt::Debug for Outgoing {
+impl std::fmt::Debug for LinkSender {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Outgoing")
+        f.debug_struct("LinkSender")
             .field("buffered", &self.buffered())
             .finish()
     }
 }
 
-impl Outgoing {
+impl LinkSender {
     /// Capacity that an idle connection may keep.
     const IDLE_BYTES: usize = 4 * 1024;
 
@@ -654,7 +660,7 @@ impl Outgoing {
         }
     }
 
-    /// Returns how many bytes wait for [`Outgoing::flush`].
+    /// Returns how many bytes wait for [`LinkSender::flush`].
     pub fn buffered(&self) -> usize {
         self.parted + self.buffer.len() - self.sent
     }
@@ -702,7 +708,7 @@ impl Outgoing {
         }
     }
 
-    /// Appends one fragment of a message, if the link [supports it](Outgoing::can_stream). `first`
+    /// Appends one fragment of a message, if the link [supports it](LinkSender::can_stream). `first`
     /// and `last` mark the first and the last fragment. Between fragments only pings, pongs and a
     /// close frame may be sent.
     pub fn push_fragment(&mut self, (first, last): (bool, bool), mut part: Vec<u8>) {
@@ -797,7 +803,7 @@ impl Outgoing {
         self.flush_noting(|_| {}).await
     }
 
-    /// Like [`Outgoing::flush`]. After each write that had to wait for the peer, calls `taken` with
+    /// Like [`LinkSender::flush`]. After each write that had to wait for the peer, calls `taken` with
     /// the number of bytes written; a call shows that the peer is receiving.
     ///
     /// # Errors
@@ -942,7 +948,7 @@ mod tests {
         let mut seen = Vec::new();
         while let Some(event) = link.incoming.recv().await? {
             match event {
-                Event::Message(text) => seen.push(text.to_owned()),
+                LinkEvent::Message(text) => seen.push(text.to_owned()),
                 other => panic!("{other:?}"),
             }
         }
@@ -970,7 +976,7 @@ mod tests {
         here.outgoing.flush().await.unwrap();
         assert_eq!(
             there.incoming.recv().await.unwrap(),
-            Some(Event::Message("to there"))
+            Some(LinkEvent::Message("to there"))
         );
         there
             .outgoing
@@ -978,7 +984,7 @@ mod tests {
         there.outgoing.shutdown().await.unwrap();
         assert_eq!(
             here.incoming.recv().await.unwrap(),
-            Some(Event::Message("to here"))
+            Some(LinkEvent::Message("to here"))
         );
         drop(there);
         assert_eq!(here.incoming.recv().await.unwrap(), None);
@@ -986,16 +992,16 @@ mod tests {
 
     /// Messages that one end passes to the other, two at a time.
     #[derive(Clone, Default)]
-    struct Hand(Arc<Mutex<Held>>);
+    struct TestChannel(Arc<Mutex<TestChannelState>>);
 
     #[derive(Default)]
-    struct Held {
+    struct TestChannelState {
         messages: VecDeque<Bytes>,
         waiting: Option<Waker>,
         ended: bool,
     }
 
-    impl Held {
+    impl TestChannelState {
         fn wake(&mut self) {
             if let Some(waker) = self.waiting.take() {
                 waker.wake();
@@ -1003,7 +1009,7 @@ mod tests {
         }
     }
 
-    impl Source for Hand {
+    impl MessageSource for TestChannel {
         fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
             let mut held = self.0.lock().unwrap();
             let message = held.messages.pop_front();
@@ -1017,9 +1023,9 @@ mod tests {
         }
     }
 
-    struct Giver(Hand);
+    struct TestChannelSink(TestChannel);
 
-    impl Sink for Giver {
+    impl MessageSink for TestChannelSink {
         fn poll_send(
             &mut self,
             cx: &mut Context<'_>,
@@ -1040,7 +1046,7 @@ mod tests {
         }
     }
 
-    impl Drop for Giver {
+    impl Drop for TestChannelSink {
         fn drop(&mut self) {
             let mut held = self.0.0.lock().unwrap();
             held.ended = true;
@@ -1050,11 +1056,11 @@ mod tests {
 
     #[tokio::test]
     async fn message_links_are_bounded_and_close() {
-        let hand = Hand::default();
+        let hand = TestChannel::default();
         let Link {
             mut incoming,
             mut outgoing,
-        } = Link::handed(hand.clone(), Giver(hand));
+        } = Link::handed(hand.clone(), TestChannelSink(hand));
         let send = async {
             for n in 0..9 {
                 outgoing.push_message(0, |out| out.push(n));
@@ -1093,9 +1099,15 @@ mod tests {
             let (read, write) = tokio::io::split(end);
             Link::websocket(role, read, write, Vec::new())
         };
-        let down = (framed(here, Role::Server), framed(there, Role::Client));
+        let down = (
+            framed(here, WebsocketRole::Server),
+            framed(there, WebsocketRole::Client),
+        );
         let (here, there) = tokio::io::duplex(1 << 16);
-        let up = (framed(here, Role::Client), framed(there, Role::Server));
+        let up = (
+            framed(here, WebsocketRole::Client),
+            framed(there, WebsocketRole::Server),
+        );
         for (mut from, mut to) in [down, up, Link::pair()] {
             let sizes = [0, 3, 200_000, 5, 9 << 20, 4 << 20, 7, (8 << 20) + 1];
             let mut ends = 0;
@@ -1112,7 +1124,7 @@ mod tests {
             });
             for (n, &size) in sizes.iter().enumerate() {
                 match to.incoming.recv().await.unwrap() {
-                    Some(Event::Message(text)) => {
+                    Some(LinkEvent::Message(text)) => {
                         assert_eq!(text.len(), size.max(1));
                         assert!(text.bytes().all(|byte| byte == b'a' + n as u8));
                     }
@@ -1127,9 +1139,9 @@ mod tests {
     async fn shared_buffers_of_long_messages_stay_valid() {
         let (client, server) = tokio::io::duplex(1 << 16);
         let (read, write) = tokio::io::split(server);
-        let mut server = Link::websocket(Role::Server, read, write, Vec::new());
+        let mut server = Link::websocket(WebsocketRole::Server, read, write, Vec::new());
         let (read, write) = tokio::io::split(client);
-        let mut client = Link::websocket(Role::Client, read, write, Vec::new());
+        let mut client = Link::websocket(WebsocketRole::Client, read, write, Vec::new());
         let sent = |n: usize| n.to_string().repeat(400_000 * n);
         let send = async {
             for n in 1..=3 {
@@ -1146,13 +1158,13 @@ mod tests {
             let mut kept = Vec::new();
             for _ in 1..=3 {
                 let received = server.incoming.recv_shared().await.unwrap();
-                let Some((Event::Message(text), Some(shared))) = received else {
+                let Some((LinkEvent::Message(text), Some(shared))) = received else {
                     panic!("{received:.200?}");
                 };
                 let part = &text[text.len() / 2..];
                 kept.push((part.to_owned(), shared.slice_ref(part.as_bytes())));
                 let received = server.incoming.recv_shared().await.unwrap();
-                assert_eq!(received, Some((Event::Message("short"), None)));
+                assert_eq!(received, Some((LinkEvent::Message("short"), None)));
             }
             // Later messages did not overwrite the shared buffers.
             for (text, bytes) in kept {
@@ -1167,8 +1179,10 @@ mod tests {
         let (client, server) = tokio::io::duplex(1 << 20);
         let (client_read, client_write) = tokio::io::split(client);
         let (server_read, server_write) = tokio::io::split(server);
-        let mut client = Link::websocket(Role::Client, client_read, client_write, Vec::new());
-        let mut server = Link::websocket(Role::Server, server_read, server_write, Vec::new());
+        let mut client =
+            Link::websocket(WebsocketRole::Client, client_read, client_write, Vec::new());
+        let mut server =
+            Link::websocket(WebsocketRole::Server, server_read, server_write, Vec::new());
         for size in [0, 1, 125, 126, 65_535, 65_536, 300_000] {
             let sent = "x".repeat(size);
             client
@@ -1178,11 +1192,11 @@ mod tests {
             client.outgoing.flush().await.unwrap();
             assert_eq!(
                 server.incoming.recv().await.unwrap(),
-                Some(Event::Message(&sent))
+                Some(LinkEvent::Message(&sent))
             );
             assert_eq!(
                 server.incoming.recv().await.unwrap(),
-                Some(Event::Ping(b""))
+                Some(LinkEvent::Ping(b""))
             );
             server
                 .outgoing
@@ -1190,7 +1204,7 @@ mod tests {
             server.outgoing.flush().await.unwrap();
             assert_eq!(
                 client.incoming.recv().await.unwrap(),
-                Some(Event::Message(&sent))
+                Some(LinkEvent::Message(&sent))
             );
         }
         client.outgoing.push_binary([b"\xff", b"\xfe"]);

@@ -26,17 +26,17 @@ impl Counter {
     }
 
     /// Adds one until the returned guard is dropped.
-    pub fn hold(&self) -> Held<'_> {
+    pub fn hold(&self) -> CounterGuard<'_> {
         self.add(1);
-        Held(self)
+        CounterGuard(self)
     }
 }
 
 /// Guard that subtracts one on drop.
 #[derive(Debug)]
-pub struct Held<'a>(&'a Counter);
+pub struct CounterGuard<'a>(&'a Counter);
 
-impl Drop for Held<'_> {
+impl Drop for CounterGuard<'_> {
     fn drop(&mut self) {
         self.0.sub(1);
     }
@@ -44,12 +44,12 @@ impl Drop for Held<'_> {
 
 /// Writer of the Prometheus text format.
 #[derive(Debug)]
-pub struct Page {
+pub struct PrometheusText {
     prefix: &'static str,
     text: String,
 }
 
-impl Page {
+impl PrometheusText {
     /// Creates an empty page; all metric names on it begin with `prefix`.
     pub fn new(prefix: &'static str) -> Self {
         Self {
@@ -112,7 +112,7 @@ mod tests {
         let counter = Counter::default();
         counter.add(3);
         drop(counter.hold());
-        let mut page = Page::new("x_");
+        let mut page = PrometheusText::new("x_");
         page.single("up", "gauge", "Whether it is up.", 1);
         page.counters("ends_total", "Ends.", "cause", [("a", &counter)]);
         assert_eq!(

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 
-use exec_server_protocol::envelope::{self, Incoming as Message};
-use exec_server_protocol::{ErrorObject, Method, Notification, RequestId, codes};
+use exec_server_protocol::envelope::{self, IncomingMessage as Message};
+use exec_server_protocol::{ErrorObject, Method, NotificationMethod, RequestId, codes};
 use exec_server_sync::Mutex;
 use futures_util::future::{BoxFuture, OptionFuture};
 use serde_json::Value;
@@ -18,8 +18,8 @@ use tokio::sync::{oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::frame::close_code;
-use crate::keepalive::{Action, Keepalive, KeepaliveConfig};
-use crate::link::{Event, Incoming, Link, Outgoing};
+use crate::keepalive::{Keepalive, KeepaliveAction, KeepaliveConfig};
+use crate::link::{Link, LinkEvent, LinkReceiver, LinkSender};
 
 /// Maximum number of pending calls; compatible servers accept as many.
 pub const MAX_CALLS: usize = 1024;
@@ -76,27 +76,27 @@ pub trait Handler: Send + 'static {
     /// Starts handling a request of the server. Returns a future for the response, which runs in
     /// its own task, or `None` if the method is unknown. Must not block, and must limit how many
     /// requests are pending.
-    fn request(&mut self, method: &str, params: Option<&str>) -> Option<Answer> {
+    fn request(&mut self, method: &str, params: Option<&str>) -> Option<ResponseFuture> {
         let _ = (method, params);
         None
     }
 }
 
 /// Future for the response to a server request.
-pub type Answer = BoxFuture<'static, Result<Value, ErrorObject>>;
+pub type ResponseFuture = BoxFuture<'static, Result<Value, ErrorObject>>;
 
 /// Client end of a link for making calls; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Peer {
-    shared: Arc<Shared>,
+    shared: Arc<PeerShared>,
     /// Aborts the reader task when the last clone is dropped.
     _reader: Arc<AbortOnDropHandle<()>>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct PeerShared {
     /// Locked only while a message is written.
-    outgoing: tokio::sync::Mutex<Outgoing>,
+    outgoing: tokio::sync::Mutex<LinkSender>,
     /// Pending calls, and the reason why no more can be made.
     calls: Mutex<Calls>,
     next_id: AtomicI64,
@@ -106,18 +106,18 @@ struct Shared {
     closed: watch::Sender<Option<Arc<str>>>,
 }
 
-type Outcome = Result<String, ErrorObject>;
+type CallOutcome = Result<String, ErrorObject>;
 
 /// Request id of a peer's first call.
 pub const FIRST_CALL: i64 = 1;
 
 /// Pending call that was sent before the peer was created.
 #[derive(Debug)]
-pub struct FirstCall(oneshot::Receiver<Outcome>);
+pub struct FirstCall(oneshot::Receiver<CallOutcome>);
 
 #[derive(Debug, Default)]
 struct Calls {
-    waiting: HashMap<i64, oneshot::Sender<Outcome>>,
+    waiting: HashMap<i64, oneshot::Sender<CallOutcome>>,
     closed: Option<Arc<str>>,
 }
 
@@ -150,14 +150,14 @@ impl Peer {
         let pings = link.has_pings();
         let made = i64::try_from(calls.waiting.len()).unwrap_or(i64::MAX);
         let next_id = FIRST_CALL.saturating_add(made);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PeerShared {
             outgoing: tokio::sync::Mutex::new(link.outgoing),
             calls: Mutex::new(calls),
             next_id: AtomicI64::new(next_id),
             pong_pending: AtomicBool::new(false),
             closed: watch::Sender::new(None),
         });
-        let reader = Reader {
+        let reader = PeerReader {
             shared: Arc::clone(&shared),
             incoming: link.incoming,
             keepalive: pings.then(|| Keepalive::new(keepalive, Instant::now())),
@@ -212,7 +212,7 @@ impl Peer {
             }
             calls.waiting.insert(id, sender);
         }
-        let _guard = Forget {
+        let _guard = ForgetCall {
             shared: &self.shared,
             id,
         };
@@ -247,7 +247,7 @@ impl Peer {
 
     fn told<M: Method>(
         &self,
-        answer: Result<Outcome, oneshot::error::RecvError>,
+        answer: Result<CallOutcome, oneshot::error::RecvError>,
     ) -> Result<M::Result, CallError> {
         match answer {
             Ok(Ok(result)) => serde_json::from_str(&result).map_err(|error| CallError::Decode {
@@ -277,7 +277,7 @@ impl Peer {
     /// # Errors
     ///
     /// If the connection is closed.
-    pub async fn notify<N: Notification>(&self, params: &N::Params) -> Result<(), CallError> {
+    pub async fn notify<N: NotificationMethod>(&self, params: &N::Params) -> Result<(), CallError> {
         if let Some(reason) = &self.shared.calls.lock().closed {
             return Err(CallError::Unsent(Arc::clone(reason)));
         }
@@ -312,7 +312,7 @@ impl Peer {
     }
 }
 
-impl Shared {
+impl PeerShared {
     fn reason(&self) -> Arc<str> {
         self.calls
             .lock()
@@ -394,26 +394,26 @@ impl Shared {
 }
 
 /// Guard that removes a call from the table when its caller stops waiting.
-struct Forget<'a> {
-    shared: &'a Shared,
+struct ForgetCall<'a> {
+    shared: &'a PeerShared,
     id: i64,
 }
 
-impl Drop for Forget<'_> {
+impl Drop for ForgetCall<'_> {
     fn drop(&mut self) {
         self.shared.calls.lock().waiting.remove(&self.id);
     }
 }
 
-struct Reader<H> {
-    shared: Arc<Shared>,
-    incoming: Incoming,
+struct PeerReader<H> {
+    shared: Arc<PeerShared>,
+    incoming: LinkReceiver,
     /// `None` on links without pings.
     keepalive: Option<Keepalive>,
     handler: H,
 }
 
-impl<H: Handler> Reader<H> {
+impl<H: Handler> PeerReader<H> {
     /// Reads until the connection ends; returns the reason.
     async fn run(mut self) -> String {
         let mut closed = self.shared.closed.subscribe();
@@ -427,12 +427,14 @@ impl<H: Handler> Reader<H> {
                 keepalive.heard(Instant::now());
             }
             let wake = match self.keepalive.as_mut().map(|k| k.poll(Instant::now())) {
-                Some(Action::GiveUp) => return "the server does not answer pings".to_owned(),
-                Some(Action::Ping) => {
+                Some(KeepaliveAction::GiveUp) => {
+                    return "the server does not answer pings".to_owned();
+                }
+                Some(KeepaliveAction::Ping) => {
                     self.shared.send_control(None);
                     continue;
                 }
-                Some(Action::Wait(until)) => Some(until),
+                Some(KeepaliveAction::Wait(until)) => Some(until),
                 None => None,
             };
             let wake = OptionFuture::from(wake.map(|at| tokio::time::sleep_until(at.into())));
@@ -445,16 +447,16 @@ impl<H: Handler> Reader<H> {
                 keepalive.heard(Instant::now());
             }
             let outcome = match event {
-                Ok(Some(Event::Message(text))) => {
+                Ok(Some(LinkEvent::Message(text))) => {
                     let handling = dispatch(&self.shared, &mut self.handler, text);
                     handle(&self.shared, handling, self.keepalive.as_mut()).await
                 }
-                Ok(Some(Event::Ping(payload))) => {
+                Ok(Some(LinkEvent::Ping(payload))) => {
                     self.shared.send_control(Some(payload.to_vec()));
                     Ok(())
                 }
-                Ok(Some(Event::Pong)) => Ok(()),
-                Ok(Some(Event::NotText)) => {
+                Ok(Some(LinkEvent::Pong)) => Ok(()),
+                Ok(Some(LinkEvent::NotText)) => {
                     Err("the server sent a message that is not text".into())
                 }
                 Ok(None) => Err(self.closed_by_server()),
@@ -473,7 +475,7 @@ impl<H: Handler> Reader<H> {
     }
 }
 
-impl<H> Reader<H> {
+impl<H> PeerReader<H> {
     /// Returns that the server closed the connection, with the reason unless it was a normal close.
     fn closed_by_server(&self) -> String {
         let said = "the server closed the connection";
@@ -495,7 +497,7 @@ fn printable(text: &str) -> String {
 /// Waits for the handler and sends pongs meanwhile, so that the server does not close the
 /// connection. Silence of the server during that time does not count toward the idle deadline.
 async fn handle(
-    shared: &Arc<Shared>,
+    shared: &Arc<PeerShared>,
     handling: impl Future<Output = Result<(), String>>,
     keepalive: Option<&mut Keepalive>,
 ) -> Result<(), String> {
@@ -519,7 +521,7 @@ async fn handle(
 }
 
 async fn dispatch<H: Handler>(
-    shared: &Arc<Shared>,
+    shared: &Arc<PeerShared>,
     handler: &mut H,
     text: &str,
 ) -> Result<(), String> {
@@ -566,7 +568,7 @@ async fn dispatch<H: Handler>(
 }
 
 /// Passes a response to its caller; ignores a response whose caller no longer waits.
-fn answer(shared: &Shared, id: RequestId, answer: Outcome) {
+fn answer(shared: &PeerShared, id: RequestId, answer: CallOutcome) {
     match id {
         RequestId::Number(id) => {
             if let Some(waiting) = shared.calls.lock().waiting.remove(&id) {
@@ -583,11 +585,11 @@ mod tests {
     use tokio::sync::Notify;
 
     use super::*;
-    use crate::frame::Role;
+    use crate::frame::WebsocketRole;
 
-    struct Blocked(Arc<Notify>);
+    struct BlockedHandler(Arc<Notify>);
 
-    impl Handler for Blocked {
+    impl Handler for BlockedHandler {
         async fn notification(
             &mut self,
             _method: &str,
@@ -602,8 +604,8 @@ mod tests {
     fn peer_over(capacity: usize) -> (Peer, tokio::io::DuplexStream) {
         let (here, there) = tokio::io::duplex(capacity);
         let (reader, writer) = tokio::io::split(here);
-        let link = Link::websocket(Role::Client, reader, writer, Vec::new());
-        let handler = Blocked(Arc::default());
+        let link = Link::websocket(WebsocketRole::Client, reader, writer, Vec::new());
+        let handler = BlockedHandler(Arc::default());
         (Peer::new(link, KeepaliveConfig::default(), handler), there)
     }
 
@@ -624,7 +626,7 @@ mod tests {
         let said = "websocket frame of 67108865 bytes exceeds the limit of 67108864";
         assert_eq!(&*close_reason(&peer).await, said);
         let (reader, writer) = tokio::io::split(there);
-        let mut server = Link::websocket(Role::Server, reader, writer, Vec::new());
+        let mut server = Link::websocket(WebsocketRole::Server, reader, writer, Vec::new());
         assert_eq!(server.incoming.recv().await.unwrap(), None);
         assert_eq!(server.incoming.close_reason(), Some((1009, said)));
     }
@@ -633,7 +635,7 @@ mod tests {
     async fn close_reason_of_the_server_is_reported() {
         let (peer, there) = peer_over(4096);
         let (reader, writer) = tokio::io::split(there);
-        let mut server = Link::websocket(Role::Server, reader, writer, Vec::new());
+        let mut server = Link::websocket(WebsocketRole::Server, reader, writer, Vec::new());
         let long = "limit of 7 \u{1b}[2J".to_owned() + &"é".repeat(100);
         server.outgoing.push_close(1009, &long);
         server.outgoing.flush().await.unwrap();
@@ -652,21 +654,21 @@ mod tests {
         let (here, there) = tokio::io::duplex(4096);
         let (reader, writer) = tokio::io::split(here);
         let released = Arc::new(Notify::new());
-        let link = Link::websocket(Role::Client, reader, writer, Vec::new());
-        let peer = Peer::new(link, keepalive, Blocked(Arc::clone(&released)));
+        let link = Link::websocket(WebsocketRole::Client, reader, writer, Vec::new());
+        let peer = Peer::new(link, keepalive, BlockedHandler(Arc::clone(&released)));
         let (reader, writer) = tokio::io::split(there);
-        let mut server = Link::websocket(Role::Server, reader, writer, Vec::new());
+        let mut server = Link::websocket(WebsocketRole::Server, reader, writer, Vec::new());
         server
             .outgoing
             .push_message(16, |out| out.extend_from_slice(br#"{"method":"a/b"}"#));
         server.outgoing.flush().await.unwrap();
         // Send for longer than the deadline.
         for _ in 0..60 {
-            assert_eq!(server.incoming.recv().await.unwrap(), Some(Event::Pong));
+            assert_eq!(server.incoming.recv().await.unwrap(), Some(LinkEvent::Pong));
         }
         released.notify_one();
         // The reader sends pings only after the handler has returned.
-        while server.incoming.recv().await.unwrap() != Some(Event::Ping(&[])) {}
+        while server.incoming.recv().await.unwrap() != Some(LinkEvent::Ping(&[])) {}
         assert_eq!(*peer.closed().borrow(), None);
         let mut closed = peer.closed();
         peer.close("enough").await;

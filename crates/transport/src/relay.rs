@@ -22,7 +22,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use exec_server_relay::keys::{Authorization, PublicKey};
 use exec_server_relay::{
-    Endpoint, Event, ExecutorConfig, HarnessConfig, Mode, Reason, SendError, StreamKey,
+    EndReason, Endpoint, EndpointEvent, Mode, RelayExecutorConfig, RelayHarnessConfig, SendError,
+    StreamKey,
 };
 use exec_server_sync::{Mutex, MutexGuard};
 use futures_util::future::OptionFuture;
@@ -32,8 +33,10 @@ use tokio::task::JoinSet;
 
 use crate::backoff::Backoff;
 use crate::frame::close_code;
-use crate::keepalive::{Action, Keepalive, KeepaliveConfig};
-use crate::link::{Incoming, Link, LinkError, Outgoing, RawEvent, Sink, Source};
+use crate::keepalive::{Keepalive, KeepaliveAction, KeepaliveConfig};
+use crate::link::{
+    Link, LinkError, LinkReceiver, LinkSender, MessageSink, MessageSource, RawEvent,
+};
 use crate::turn;
 
 /// Maximum size of one write batch: many short frames, or three long ones. Each write wakes several
@@ -59,17 +62,17 @@ pub struct RelayStream {
     pub harness: Option<PublicKey>,
     /// Protocol mode of the peer.
     pub mode: Mode,
-    ended: watch::Receiver<Option<Reason>>,
+    ended: watch::Receiver<Option<EndReason>>,
 }
 
 impl RelayStream {
     /// Waits until the stream has ended; returns the reason.
-    pub fn ended(&self) -> impl Future<Output = Reason> + Send + use<> {
+    pub fn ended(&self) -> impl Future<Output = EndReason> + Send + use<> {
         let mut ended = self.ended.clone();
         async move {
             match ended.wait_for(Option::is_some).await {
-                Ok(reason) => reason.clone().unwrap_or(Reason::SocketLost),
-                Err(_) => Reason::ShuttingDown,
+                Ok(reason) => reason.clone().unwrap_or(EndReason::SocketLost),
+                Err(_) => EndReason::ShuttingDown,
             }
         }
     }
@@ -77,7 +80,7 @@ impl RelayStream {
 
 /// Stream request of a harness that needs admission.
 #[derive(Debug, Clone)]
-pub struct Ask {
+pub struct StreamRequest {
     /// Requested stream id.
     pub stream_id: Arc<str>,
     /// Public key of the harness.
@@ -88,7 +91,7 @@ pub struct Ask {
 
 /// Executor's socket and the registration it was opened with.
 #[derive(Debug)]
-pub struct Attachment {
+pub struct ExecutorAttachment {
     /// Websocket link.
     pub link: Link,
     /// Registration of the socket; used in all handshakes from now on.
@@ -98,7 +101,7 @@ pub struct Attachment {
 /// Reason why a socket cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[error("{source}")]
-pub struct DialError {
+pub struct RelayDialError {
     /// Whether retrying cannot succeed.
     pub fatal: bool,
     /// Cause.
@@ -106,7 +109,7 @@ pub struct DialError {
     pub source: Box<dyn std::error::Error + Send + Sync>,
 }
 
-impl DialError {
+impl RelayDialError {
     /// Creates an error that a retry may resolve.
     pub fn passing(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         Self {
@@ -133,10 +136,10 @@ pub enum OpenError {
     Handshake(#[from] exec_server_relay::noise::HandshakeError),
     /// No socket can be opened.
     #[error("cannot reach the rendezvous server")]
-    Dial(#[source] DialError),
+    Dial(#[source] RelayDialError),
     /// The executor or the rendezvous server refused the stream.
     #[error("the stream was refused: {0}")]
-    Refused(Reason),
+    Refused(EndReason),
     /// The executor cannot admit anyone, because the registry rejected its credentials.
     #[error(
         "the registry rejected the executor's credentials: renew them on the executor's machine"
@@ -152,22 +155,22 @@ pub enum OpenError {
 ///
 /// Cancellation ends every stream.
 pub async fn serve<D, DF, A, AF>(
-    config: ExecutorConfig,
+    config: RelayExecutorConfig,
     dial: D,
     admit: A,
     accepted: mpsc::Sender<RelayStream>,
-) -> DialError
+) -> RelayDialError
 where
     D: FnMut() -> DF + Send,
-    DF: Future<Output = Result<Attachment, DialError>> + Send,
-    A: Fn(Ask) -> AF + Send + Sync,
-    AF: Future<Output = Result<(), Reason>> + Send + 'static,
+    DF: Future<Output = Result<ExecutorAttachment, RelayDialError>> + Send,
+    A: Fn(StreamRequest) -> AF + Send + Sync,
+    AF: Future<Output = Result<(), EndReason>> + Send + 'static,
 {
-    let (shared, happened) = Shared::new(Endpoint::executor(config, Box::new(system_entropy)));
-    let _ended = EndAll(Arc::clone(&shared));
+    let (shared, happened) = RelayShared::new(Endpoint::executor(config, Box::new(system_entropy)));
+    let _ended = EndStreamsOnDrop(Arc::clone(&shared));
     tokio::select! {
         error = keep_socket(&shared, dial, || false) => {
-            error.unwrap_or_else(|| DialError::fatal("an executor has no last stream"))
+            error.unwrap_or_else(|| RelayDialError::fatal("an executor has no last stream"))
         }
         never = supervise(&shared, happened, admit, accepted) => match never {},
         never = run_timers(&shared) => match never {},
@@ -182,21 +185,21 @@ where
 /// # Errors
 ///
 /// If the first socket cannot be opened or the executor refuses the stream.
-pub async fn open<D, DF>(config: HarnessConfig, mut dial: D) -> Result<RelayStream, OpenError>
+pub async fn open<D, DF>(config: RelayHarnessConfig, mut dial: D) -> Result<RelayStream, OpenError>
 where
     D: FnMut() -> DF + Send + 'static,
-    DF: Future<Output = Result<Link, DialError>> + Send + 'static,
+    DF: Future<Output = Result<Link, RelayDialError>> + Send + 'static,
 {
     let link = dial().await.map_err(OpenError::Dial)?;
     let stream_id: Arc<str> = config.stream_id.as_str().into();
     let (endpoint, key) = Endpoint::harness(config, now(), &mut system_entropy)?;
-    let (shared, happened) = Shared::new(endpoint);
+    let (shared, happened) = RelayShared::new(endpoint);
     let (accepted, mut opened) = mpsc::channel(1);
     let port = shared.port(key, &stream_id);
     let ended = port.ended.subscribe();
     // Ends after the stream has ended and the application has received all of it.
     let driver = tokio::spawn(async move {
-        let end_all = EndAll(Arc::clone(&shared));
+        let end_all = EndStreamsOnDrop(Arc::clone(&shared));
         let mut first = Some(link);
         let dial = || {
             let dialled = match first.take() {
@@ -210,7 +213,7 @@ where
                 }
             }
         };
-        let admit = |_: Ask| std::future::ready(Err(Reason::UnexpectedFrame));
+        let admit = |_: StreamRequest| std::future::ready(Err(EndReason::UnexpectedFrame));
         let mut supervisor = pin!(supervise_until_idle(
             &shared, &port, happened, admit, accepted
         ));
@@ -241,8 +244,8 @@ where
         Some(stream) = opened.recv() => Ok(stream),
         reason = reason => {
             driver.abort();
-            Err(match reason.unwrap_or(Reason::SocketLost) {
-                Reason::ExecutorRejected => OpenError::ExecutorRejected,
+            Err(match reason.unwrap_or(EndReason::SocketLost) {
+                EndReason::ExecutorRejected => OpenError::ExecutorRejected,
                 reason => OpenError::Refused(reason),
             })
         }
@@ -259,40 +262,40 @@ fn system_entropy(out: &mut [u8]) {
 }
 
 /// State shared by the tasks of one endpoint.
-struct Shared {
-    core: Mutex<Core>,
+struct RelayShared {
+    core: Mutex<DriverState>,
     /// Wakes the writer: there may be frames to send.
     transmit: Notify,
     /// Wakes the timer task: the next deadline is earlier than the one it waits for.
     timers: Notify,
-    happened: mpsc::UnboundedSender<Event>,
+    happened: mpsc::UnboundedSender<EndpointEvent>,
 }
 
 /// State under the lock, which is never held across an await.
-struct Core {
+struct DriverState {
     endpoint: Endpoint,
-    ports: HashMap<StreamKey, Arc<Port>>,
+    ports: HashMap<StreamKey, Arc<StreamPort>>,
     /// Deadline that the timer task waits for.
     armed: Option<Instant>,
 }
 
 /// Wakers and end state of one stream, for the two halves of its link.
-struct Port {
+struct StreamPort {
     stream_id: Arc<str>,
     readable: AtomicWaker,
     writable: AtomicWaker,
-    ended: watch::Sender<Option<Reason>>,
+    ended: watch::Sender<Option<EndReason>>,
     /// Messages that were received but not read before the stream ended.
     unread: Mutex<VecDeque<Bytes>>,
     harness: Option<PublicKey>,
 }
 
-impl Shared {
+impl RelayShared {
     /// The event channel needs no limit: each stream requests admission once and opens once, and
     /// the endpoint limits the number of streams.
-    fn new(endpoint: Endpoint) -> (Arc<Self>, mpsc::UnboundedReceiver<Event>) {
+    fn new(endpoint: Endpoint) -> (Arc<Self>, mpsc::UnboundedReceiver<EndpointEvent>) {
         let (happened, receiver) = mpsc::unbounded_channel();
-        let core = Core {
+        let core = DriverState {
             endpoint,
             ports: HashMap::new(),
             armed: None,
@@ -306,7 +309,7 @@ impl Shared {
         (Arc::new(shared), receiver)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Core> {
+    fn lock(&self) -> MutexGuard<'_, DriverState> {
         self.core.lock()
     }
 
@@ -315,8 +318,8 @@ impl Shared {
     }
 
     /// Creates the port of a harness's own stream, for which no admission is requested.
-    fn port(&self, key: StreamKey, stream_id: &Arc<str>) -> Arc<Port> {
-        let port = Arc::new(Port::new(Arc::clone(stream_id), None));
+    fn port(&self, key: StreamKey, stream_id: &Arc<str>) -> Arc<StreamPort> {
+        let port = Arc::new(StreamPort::new(Arc::clone(stream_id), None));
         self.lock().ports.insert(key, Arc::clone(&port));
         port
     }
@@ -334,7 +337,7 @@ impl Shared {
     }
 
     /// Moves frames from the endpoint to `outgoing`. Does not wake the writer, which is the caller.
-    fn transmit(&self, outgoing: &mut Outgoing) {
+    fn transmit(&self, outgoing: &mut LinkSender) {
         let mut core = self.lock();
         let now = now();
         while outgoing.buffered() < BATCH_BYTES
@@ -345,20 +348,20 @@ impl Shared {
         self.settle(&mut core);
     }
 
-    fn settle(&self, core: &mut Core) {
+    fn settle(&self, core: &mut DriverState) {
         while let Some(event) = core.endpoint.poll_event() {
             match event {
-                Event::Readable(key) => {
+                EndpointEvent::Readable(key) => {
                     if let Some(port) = core.ports.get(&key) {
                         port.readable.wake();
                     }
                 }
-                Event::Writable(key) => {
+                EndpointEvent::Writable(key) => {
                     if let Some(port) = core.ports.get(&key) {
                         port.writable.wake();
                     }
                 }
-                Event::Closed {
+                EndpointEvent::Closed {
                     stream,
                     reason,
                     unread,
@@ -369,14 +372,14 @@ impl Shared {
                     }
                 }
                 event => {
-                    if let Event::AdmissionRequested {
+                    if let EndpointEvent::AdmissionRequested {
                         stream,
                         stream_id,
                         harness,
                         ..
                     } = &event
                     {
-                        let port = Port::new(Arc::clone(stream_id), Some(harness.clone()));
+                        let port = StreamPort::new(Arc::clone(stream_id), Some(harness.clone()));
                         core.ports.insert(*stream, Arc::new(port));
                     }
                     // The receiver is dropped only when the whole endpoint ends.
@@ -391,7 +394,7 @@ impl Shared {
     }
 }
 
-impl Port {
+impl StreamPort {
     fn new(stream_id: Arc<str>, harness: Option<PublicKey>) -> Self {
         Self {
             stream_id,
@@ -403,7 +406,7 @@ impl Port {
         }
     }
 
-    fn close(&self, reason: Reason, unread: Vec<Bytes>) {
+    fn close(&self, reason: EndReason, unread: Vec<Bytes>) {
         *self.unread.lock() = unread.into();
         self.ended.send_replace(Some(reason));
         self.readable.wake();
@@ -416,24 +419,24 @@ impl Port {
 }
 
 /// Guard that ends the remaining streams when the driver stops, so that no reader waits for them.
-struct EndAll(Arc<Shared>);
+struct EndStreamsOnDrop(Arc<RelayShared>);
 
-impl Drop for EndAll {
+impl Drop for EndStreamsOnDrop {
     fn drop(&mut self) {
         let ports = std::mem::take(&mut self.0.lock().ports);
         for port in ports.into_values() {
-            port.close(Reason::ShuttingDown, Vec::new());
+            port.close(EndReason::ShuttingDown, Vec::new());
         }
     }
 }
 
 /// Opened socket; a harness has no registration.
-struct Dialled {
+struct OpenedSocket {
     link: Link,
     registration_id: Option<String>,
 }
 
-impl From<Link> for Dialled {
+impl From<Link> for OpenedSocket {
     fn from(link: Link) -> Self {
         Self {
             link,
@@ -442,8 +445,8 @@ impl From<Link> for Dialled {
     }
 }
 
-impl From<Attachment> for Dialled {
-    fn from(attachment: Attachment) -> Self {
+impl From<ExecutorAttachment> for OpenedSocket {
+    fn from(attachment: ExecutorAttachment) -> Self {
         Self {
             link: attachment.link,
             registration_id: Some(attachment.registration_id),
@@ -453,16 +456,16 @@ impl From<Attachment> for Dialled {
 
 /// Dials, uses the socket until it fails, and dials again, until `done` or a fatal dial error.
 async fn keep_socket<D, DF, S>(
-    shared: &Shared,
+    shared: &RelayShared,
     mut dial: D,
     done: impl Fn() -> bool,
-) -> Option<DialError>
+) -> Option<RelayDialError>
 where
     D: FnMut() -> DF,
-    DF: Future<Output = Result<S, DialError>>,
-    S: Into<Dialled>,
+    DF: Future<Output = Result<S, RelayDialError>>,
+    S: Into<OpenedSocket>,
 {
-    let mut redial = Redial::default();
+    let mut redial = RedialSchedule::default();
     while !done() {
         let pause = redial.pause(random());
         if !pause.is_zero() {
@@ -472,7 +475,7 @@ where
         match dial().await {
             Ok(dialled) => {
                 let up = now();
-                let Dialled {
+                let OpenedSocket {
                     link,
                     registration_id,
                 } = dialled.into();
@@ -507,13 +510,13 @@ fn random() -> u32 {
 
 /// Schedule of reconnects.
 #[derive(Debug)]
-struct Redial {
+struct RedialSchedule {
     failures: u32,
     /// Number of short-lived sockets that may still be replaced without a pause.
     spare: u32,
 }
 
-impl Default for Redial {
+impl Default for RedialSchedule {
     fn default() -> Self {
         Self {
             failures: 0,
@@ -522,7 +525,7 @@ impl Default for Redial {
     }
 }
 
-impl Redial {
+impl RedialSchedule {
     const BACKOFF: Backoff = Backoff {
         first: Duration::from_millis(50),
         longest: Duration::from_secs(15),
@@ -562,9 +565,13 @@ impl Redial {
 }
 
 /// Moves frames until the socket fails or `done`; returns the error, if any.
-async fn use_socket(shared: &Shared, link: Link, done: &impl Fn() -> bool) -> Option<LinkError> {
+async fn use_socket(
+    shared: &RelayShared,
+    link: Link,
+    done: &impl Fn() -> bool,
+) -> Option<LinkError> {
     let Link { incoming, outgoing } = link;
-    let socket = Socket {
+    let socket = SocketPair {
         heard: AtomicBool::new(false),
         ping: Mutex::new(None),
     };
@@ -576,14 +583,14 @@ async fn use_socket(shared: &Shared, link: Link, done: &impl Fn() -> bool) -> Op
 }
 
 /// State shared by the two halves of one socket.
-struct Socket {
+struct SocketPair {
     /// Data was received since the flag was last read.
     heard: AtomicBool,
     /// Ping to answer; a later ping replaces it, as RFC 6455 allows.
     ping: Mutex<Option<Vec<u8>>>,
 }
 
-impl Socket {
+impl SocketPair {
     fn take_ping(&self) -> Option<Vec<u8>> {
         let mut ping = self.ping.lock();
         ping.take()
@@ -591,9 +598,9 @@ impl Socket {
 }
 
 async fn read_frames(
-    shared: &Shared,
-    socket: &Socket,
-    mut incoming: Incoming,
+    shared: &RelayShared,
+    socket: &SocketPair,
+    mut incoming: LinkReceiver,
 ) -> Result<(), LinkError> {
     while let Some(event) = incoming.recv_raw().await? {
         socket.heard.store(true, Ordering::Relaxed);
@@ -621,9 +628,9 @@ async fn read_frames(
 }
 
 async fn write_frames(
-    shared: &Shared,
-    socket: &Socket,
-    mut outgoing: Outgoing,
+    shared: &RelayShared,
+    socket: &SocketPair,
+    mut outgoing: LinkSender,
     done: &impl Fn() -> bool,
 ) -> Result<(), LinkError> {
     let mut keepalive = Keepalive::new(KeepaliveConfig::default(), now());
@@ -635,12 +642,12 @@ async fn write_frames(
             keepalive.heard(now());
         }
         let wait = match keepalive.poll(now()) {
-            Action::Wait(until) => until,
-            Action::Ping => {
+            KeepaliveAction::Wait(until) => until,
+            KeepaliveAction::Ping => {
                 outgoing.push_ping();
                 continue;
             }
-            Action::GiveUp => return Err(io::Error::from(io::ErrorKind::TimedOut).into()),
+            KeepaliveAction::GiveUp => return Err(io::Error::from(io::ErrorKind::TimedOut).into()),
         };
         shared.transmit(&mut outgoing);
         let bytes = outgoing.buffered();
@@ -668,7 +675,7 @@ async fn write_frames(
 }
 
 /// Runs the timers of the endpoint, with or without a socket.
-async fn run_timers(shared: &Shared) -> std::convert::Infallible {
+async fn run_timers(shared: &RelayShared) -> std::convert::Infallible {
     loop {
         let deadline = {
             let mut core = shared.lock();
@@ -687,14 +694,14 @@ async fn run_timers(shared: &Shared) -> std::convert::Infallible {
 
 /// Runs the tasks of single streams: admission, and delivery of opened streams.
 async fn supervise<A, AF>(
-    shared: &Arc<Shared>,
-    mut happened: mpsc::UnboundedReceiver<Event>,
+    shared: &Arc<RelayShared>,
+    mut happened: mpsc::UnboundedReceiver<EndpointEvent>,
     admit: A,
     accepted: mpsc::Sender<RelayStream>,
 ) -> std::convert::Infallible
 where
-    A: Fn(Ask) -> AF,
-    AF: Future<Output = Result<(), Reason>> + Send + 'static,
+    A: Fn(StreamRequest) -> AF,
+    AF: Future<Output = Result<(), EndReason>> + Send + 'static,
 {
     // Tasks are aborted when this future is dropped.
     let mut tasks = JoinSet::new();
@@ -709,14 +716,14 @@ where
 
 /// Like [`supervise`], for one stream and until it has ended.
 async fn supervise_until_idle<A, AF>(
-    shared: &Arc<Shared>,
-    port: &Port,
-    mut happened: mpsc::UnboundedReceiver<Event>,
+    shared: &Arc<RelayShared>,
+    port: &StreamPort,
+    mut happened: mpsc::UnboundedReceiver<EndpointEvent>,
     admit: A,
     accepted: mpsc::Sender<RelayStream>,
 ) where
-    A: Fn(Ask) -> AF,
-    AF: Future<Output = Result<(), Reason>> + Send + 'static,
+    A: Fn(StreamRequest) -> AF,
+    AF: Future<Output = Result<(), EndReason>> + Send + 'static,
 {
     let mut tasks = JoinSet::new();
     let mut ended = port.ended.subscribe();
@@ -730,23 +737,23 @@ async fn supervise_until_idle<A, AF>(
 }
 
 fn handle<A, AF>(
-    shared: &Arc<Shared>,
-    event: Event,
+    shared: &Arc<RelayShared>,
+    event: EndpointEvent,
     admit: &A,
     accepted: &mpsc::Sender<RelayStream>,
     tasks: &mut JoinSet<()>,
 ) where
-    A: Fn(Ask) -> AF,
-    AF: Future<Output = Result<(), Reason>> + Send + 'static,
+    A: Fn(StreamRequest) -> AF,
+    AF: Future<Output = Result<(), EndReason>> + Send + 'static,
 {
     match event {
-        Event::AdmissionRequested {
+        EndpointEvent::AdmissionRequested {
             stream,
             stream_id,
             harness,
             authorization,
         } => {
-            let decision = admit(Ask {
+            let decision = admit(StreamRequest {
                 stream_id,
                 harness,
                 authorization,
@@ -762,7 +769,7 @@ fn handle<A, AF>(
                 });
             });
         }
-        Event::Opened { stream, mode } => {
+        EndpointEvent::Opened { stream, mode } => {
             let Some(port) = shared.lock().ports.get(&stream).cloned() else {
                 return;
             };
@@ -784,7 +791,7 @@ fn handle<A, AF>(
                 ended: port.ended.subscribe(),
             };
             if let Err(refused) = accepted.try_send(opened) {
-                shared.update(|endpoint, _| endpoint.reset(stream, Reason::TooManyStreams));
+                shared.update(|endpoint, _| endpoint.reset(stream, EndReason::TooManyStreams));
                 drop(refused);
             }
         }
@@ -794,12 +801,12 @@ fn handle<A, AF>(
 
 /// Message source of a stream's link.
 struct FromStream {
-    shared: Arc<Shared>,
-    port: Arc<Port>,
+    shared: Arc<RelayShared>,
+    port: Arc<StreamPort>,
     stream: StreamKey,
 }
 
-impl Source for FromStream {
+impl MessageSource for FromStream {
     fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
         // A fast sender always has data ready; yield so that other tasks run.
         let operation = ready!(tokio::task::coop::poll_proceed(cx));
@@ -823,12 +830,12 @@ impl Source for FromStream {
 
 /// Message sink of a stream's link; closes the stream on drop.
 struct ToStream {
-    shared: Arc<Shared>,
-    port: Arc<Port>,
+    shared: Arc<RelayShared>,
+    port: Arc<StreamPort>,
     stream: StreamKey,
 }
 
-impl Sink for ToStream {
+impl MessageSink for ToStream {
     fn poll_send(
         &mut self,
         cx: &mut Context<'_>,
@@ -867,9 +874,9 @@ impl Drop for ToStream {
     }
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for RelayShared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shared").finish_non_exhaustive()
+        f.debug_struct("RelayShared").finish_non_exhaustive()
     }
 }
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use exec_server_client::unified::{
-    DirectRequest, ExecCommand, Launch, UnifiedExec, UnifiedExecConfig,
+    CommandLaunch, DirectRequest, ExecCommand, UnifiedExec, UnifiedExecConfig,
 };
 use exec_server_client::{
     ExecBackend, ExecProcessEvent, ExecProcessEvents, ExecServerClient,
@@ -23,8 +23,8 @@ use tokio::runtime::Runtime;
 
 use super::{Bench, RowSpec};
 use crate::floor::TRUE;
-use crate::report::{Figure, Goal, Row, Unit};
-use crate::server::{CommandLine, Server};
+use crate::report::{Figure, Goal, ReportRow, Unit};
+use crate::server::{BenchServer, CommandLine};
 use crate::stats::median;
 
 /// Output of one yield or one search: 100 MB.
@@ -34,7 +34,7 @@ const BYTES: u64 = 100_000_000;
 const COMMANDS: usize = 40;
 
 /// `true`, large output, and a search.
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     let more = |name: &str| RowSpec {
         name: name.to_owned(),
         unit: Unit::Seconds,
@@ -68,22 +68,27 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         rate("100 MB in one yield"),
         rate("waitFor regex over 100 MB"),
     ];
-    bench.alone(bench.pick(7, 3), lines, Subject::start, Subject::round)
+    bench.alone(
+        bench.pick(7, 3),
+        lines,
+        AgentSubject::start,
+        AgentSubject::round,
+    )
 }
 
 /// A server, a client, and an MCP server that is another client.
-struct Subject {
+struct AgentSubject {
     runtime: Runtime,
     unified: UnifiedExec,
     client: Arc<ExecServerClient>,
     mcp: Mcp,
     number: u64,
-    _server: Server,
+    _server: BenchServer,
 }
 
-impl Subject {
+impl AgentSubject {
     fn start(command: &CommandLine) -> anyhow::Result<Self> {
-        let server = Server::start(command)?;
+        let server = BenchServer::start(command)?;
         let url = format!("ws://{}", server.address);
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -155,7 +160,7 @@ impl Subject {
         let argv = argv.iter().map(|&word| word.to_owned()).collect();
         let request = DirectRequest::new(argv, PathUri::parse("file:///")?);
         let backend = Arc::clone(&self.client) as Arc<dyn ExecBackend>;
-        let mut command = ExecCommand::new("bench", Launch::direct(backend, request));
+        let mut command = ExecCommand::new("bench", CommandLaunch::direct(backend, request));
         command.yield_time = Some(Duration::from_secs(30));
         let answer = self.runtime.block_on(self.unified.exec_command(command))?;
         ensure!(answer.exit_code == Some(0), "{}", answer.text());

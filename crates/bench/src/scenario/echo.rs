@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 
 use super::{Bench, RowSpec};
-use crate::client::{Client, Stdio};
+use crate::client::{BenchClient, ChildStdio};
 use crate::floor::{ECHO, TcpEcho, TerminalEcho};
-use crate::report::{Figure, Goal, Row, Unit};
+use crate::report::{Figure, Goal, ReportRow, Unit};
 use crate::stats::{median, percentile};
-use crate::wire::Message;
+use crate::wire::BenchMessage;
 
 /// Receive buffer of the client: 64 KiB.
 ///
@@ -21,7 +21,7 @@ const RECEIVE_BUFFER: usize = 64 * 1024;
 const TIME_LIMIT: Duration = Duration::from_millis(700);
 
 /// The same terminal alone, and beside a process that floods the same connection.
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     let count = bench.pick(500, 300);
     let line = |name: &str, base, goals| RowSpec {
         name: format!("echo {name}"),
@@ -66,7 +66,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         || Ok(()),
         |server, ()| {
             let mut floor = (TerminalEcho::start()?, TcpEcho::start()?);
-            let client = Client::connect_with_buffer(server.address, RECEIVE_BUFFER)?;
+            let client = BenchClient::connect_with_buffer(server.address, RECEIVE_BUFFER)?;
             let mut terminal = TerminalClient::start(client.ready()?)?;
             let (floor, calm) = terminal.type_keys_beside(&mut floor, count)?;
             let (calm50, calm99) = (percentile(&calm, 50.0), percentile(&calm, 99.0));
@@ -92,7 +92,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
 
 /// Client that types into a terminal.
 pub(super) struct TerminalClient {
-    client: Client,
+    client: BenchClient,
     process: u64,
     /// Bytes of output of other processes.
     flooded: u64,
@@ -100,8 +100,8 @@ pub(super) struct TerminalClient {
 
 impl TerminalClient {
     /// Starts the terminal and warms it up.
-    pub(super) fn start(mut client: Client) -> anyhow::Result<Self> {
-        let (_, process) = client.start(&ECHO, Stdio::Tty)?;
+    pub(super) fn start(mut client: BenchClient) -> anyhow::Result<Self> {
+        let (_, process) = client.start(&ECHO, ChildStdio::Tty)?;
         let mut terminal = Self {
             client,
             process,
@@ -120,7 +120,7 @@ impl TerminalClient {
         let endless = u64::MAX.to_string();
         let (_, flood) = self
             .client
-            .start(&[&own, "--emit-pattern", &endless], Stdio::Pipe)?;
+            .start(&[&own, "--emit-pattern", &endless], ChildStdio::Pipe)?;
         self.idle(Duration::from_millis(100))?;
         ensure!(self.flooded > 0, "the flood does not come");
         Ok(flood)
@@ -178,8 +178,8 @@ impl TerminalClient {
     /// Receives one message; returns whether it is output of the terminal.
     fn receive(&mut self) -> anyhow::Result<bool> {
         match self.client.receive()? {
-            Message::Output { process, .. } if process == self.process => Ok(true),
-            Message::Output { chunk, .. } => {
+            BenchMessage::Output { process, .. } if process == self.process => Ok(true),
+            BenchMessage::Output { chunk, .. } => {
                 self.flooded += (chunk.len() / 4 * 3) as u64;
                 Ok(false)
             }

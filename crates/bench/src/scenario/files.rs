@@ -10,12 +10,12 @@ use anyhow::{Context as _, bail, ensure};
 use exec_server_protocol::PathUri;
 
 use super::{Bench, RowSpec, size, stream};
-use crate::client::Client;
+use crate::client::BenchClient;
 use crate::floor;
-use crate::pattern::Pattern;
-use crate::report::{Figure, Goal, Row, Unit};
+use crate::pattern::BytePattern;
+use crate::report::{Figure, Goal, ReportRow, Unit};
 use crate::stats::median;
-use crate::wire::Message;
+use crate::wire::BenchMessage;
 
 /// Entries of the listed directory.
 const ENTRIES: usize = 10_000;
@@ -29,8 +29,8 @@ const DEPTH: usize = 4;
 const BLOCK_BYTES: u64 = 1 << 20;
 
 /// All measurements in one scratch directory.
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
-    match Scratch::new(bench) {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
+    match FilesSetup::new(bench) {
         Ok(scratch) => [
             short_requests(bench, &scratch),
             whole(bench, &scratch),
@@ -38,7 +38,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             listings(bench, &scratch),
         ]
         .concat(),
-        Err(error) => vec![Row {
+        Err(error) => vec![ReportRow {
             name: "files".to_owned(),
             unit: Unit::Seconds,
             base: "",
@@ -50,20 +50,20 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
 }
 
 /// Files that are read and written.
-struct Scratch {
+struct FilesSetup {
     directory: tempfile::TempDir,
-    pattern: Pattern,
+    pattern: BytePattern,
     /// Size of the file that is read and written as a whole.
     whole: u64,
     /// Size of the file that is read in blocks.
     large: u64,
 }
 
-impl Scratch {
+impl FilesSetup {
     fn new(bench: &Bench) -> anyhow::Result<Self> {
         let scratch = Self {
             directory: tempfile::tempdir()?,
-            pattern: Pattern::new(),
+            pattern: BytePattern::new(),
             whole: bench.pick(32 << 20, 8 << 20),
             large: bench.pick(256 << 20, 64 << 20),
         };
@@ -103,12 +103,13 @@ impl Scratch {
 
 /// Waits for the response to a request; returns what `show` extracts.
 pub(super) fn answer<R>(
-    client: &mut Client,
+    client: &mut BenchClient,
     id: i64,
-    take: impl FnOnce(Message<'_>) -> anyhow::Result<R>,
+    take: impl FnOnce(BenchMessage<'_>) -> anyhow::Result<R>,
 ) -> anyhow::Result<R> {
     match client.receive()? {
-        message @ (Message::Response { id: answered, .. } | Message::Data { id: answered, .. }) => {
+        message @ (BenchMessage::Response { id: answered, .. }
+        | BenchMessage::Data { id: answered, .. }) => {
             ensure!(answered == id, "{answered} was answered instead of {id}");
             take(message)
         }
@@ -117,7 +118,7 @@ pub(super) fn answer<R>(
 }
 
 /// Metadata and a short file, sequentially and concurrently.
-fn short_requests(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
+fn short_requests(bench: &Bench, scratch: &FilesSetup) -> Vec<ReportRow> {
     let count = bench.pick(400, 200);
     let line = |name: &str, limit| RowSpec {
         name: name.to_owned(),
@@ -156,7 +157,7 @@ fn short_requests(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
 
 /// Median seconds of each of `count` requests.
 fn sequential_requests(
-    client: &mut Client,
+    client: &mut BenchClient,
     method: &str,
     params: &str,
     count: usize,
@@ -175,7 +176,7 @@ fn sequential_requests(
 
 /// Requests per second with [`IN_FLIGHT`] of them concurrently.
 fn concurrent_requests(
-    client: &mut Client,
+    client: &mut BenchClient,
     method: &str,
     params: &str,
     total: usize,
@@ -190,12 +191,12 @@ fn concurrent_requests(
             asked += now;
         }
         match client.receive()? {
-            Message::Response { .. } => answered += 1,
+            BenchMessage::Response { .. } => answered += 1,
             other => bail!("expected an answer, not {other:?}"),
         }
         while client.has_buffered() && answered < asked {
             match client.receive()? {
-                Message::Response { .. } => answered += 1,
+                BenchMessage::Response { .. } => answered += 1,
                 other => bail!("expected an answer, not {other:?}"),
             }
         }
@@ -204,7 +205,7 @@ fn concurrent_requests(
 }
 
 /// A file in one response, and in one request.
-fn whole(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
+fn whole(bench: &Bench, scratch: &FilesSetup) -> Vec<ReportRow> {
     let total = scratch.whole;
     let line = |name: &str, base, goal| RowSpec {
         name: format!("{name} {}", size(total)),
@@ -235,7 +236,7 @@ fn whole(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
         let params = format!(r#"{{"path":"{}"}}"#, scratch.uri("whole")?);
         let id = client.ask("fs/readFile", &params)?;
         let seen = answer(&mut client, id, |message| match message {
-            Message::Data { text, .. } => scratch
+            BenchMessage::Data { text, .. } => scratch
                 .pattern
                 .check_text(0, text)
                 .context("wrong bytes in the file"),
@@ -263,8 +264,8 @@ fn whole(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
 /// Bytes per second of writing a large file in concurrent blocks; the file is replaced atomically
 /// where the server supports that.
 fn write_blocks(
-    client: &mut Client,
-    scratch: &Scratch,
+    client: &mut BenchClient,
+    scratch: &FilesSetup,
     path: &str,
     total: u64,
 ) -> anyhow::Result<f64> {
@@ -299,7 +300,7 @@ fn write_blocks(
 }
 
 /// Bytes per second of writing a file that then replaces another.
-fn write_and_rename(scratch: &Scratch, total: u64) -> anyhow::Result<f64> {
+fn write_and_rename(scratch: &FilesSetup, total: u64) -> anyhow::Result<f64> {
     let (new, old) = (
         scratch.directory.path().join("new"),
         scratch.directory.path().join("old"),
@@ -311,7 +312,7 @@ fn write_and_rename(scratch: &Scratch, total: u64) -> anyhow::Result<f64> {
 }
 
 /// A file in concurrent blocks.
-fn blocks(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
+fn blocks(bench: &Bench, scratch: &FilesSetup) -> Vec<ReportRow> {
     let total = scratch.large;
     let line = RowSpec {
         name: format!("readBlock {}, depth {DEPTH}", size(total)),
@@ -342,7 +343,7 @@ fn blocks(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
             }
             let id = waiting.pop_front().context("nothing is under way")?;
             seen += answer(&mut client, id, |message| match message {
-                Message::Data { text, .. } => scratch
+                BenchMessage::Data { text, .. } => scratch
                     .pattern
                     .check_text(seen, text)
                     .with_context(|| format!("wrong bytes after {seen}")),
@@ -357,7 +358,7 @@ fn blocks(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
 }
 
 /// A directory with many entries, and a tree.
-fn listings(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
+fn listings(bench: &Bench, scratch: &FilesSetup) -> Vec<ReportRow> {
     let line = |name: String, base, limit| RowSpec {
         name,
         unit: Unit::Seconds,
@@ -406,9 +407,9 @@ fn listings(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
 }
 
 /// Checks the number of entries in a response.
-fn count(client: &mut Client, id: i64, key: &str, expected: usize) -> anyhow::Result<()> {
+fn count(client: &mut BenchClient, id: i64, key: &str, expected: usize) -> anyhow::Result<()> {
     answer(client, id, |message| match message {
-        Message::Response { result, .. } => {
+        BenchMessage::Response { result, .. } => {
             let found = result.matches(&format!("\"{key}\"")).count();
             ensure!(found == expected, "{found} of {expected} entries came");
             Ok(())

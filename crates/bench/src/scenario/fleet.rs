@@ -17,10 +17,10 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::relay::{Terminal, name, stream};
-use super::rendezvous::{Counters, RegistryAccess, echo, key};
+use super::rendezvous::{CounterStreams, RegistryAccess, echo, key};
 use super::{Bench, RowSpec, size};
-use crate::pattern::Pattern;
-use crate::report::{Figure, Goal, Row, Unit};
+use crate::pattern::BytePattern;
+use crate::report::{Figure, Goal, ReportRow, Unit};
 use crate::server::{CommandLine, Program};
 use crate::stats::percentile;
 
@@ -215,7 +215,7 @@ fn kill_under_streams(nodes: &mut Nodes, streams: usize) -> anyhow::Result<f64> 
     let access: Vec<RegistryAccess> = (0..3)
         .map(|node| nodes.access(node))
         .collect::<Result<_, _>>()?;
-    let mut counters = handle.block_on(Counters::new(&access, streams))?;
+    let mut counters = handle.block_on(CounterStreams::new(&access, streams))?;
     let died = nodes.kill(0)?;
     let marks = counters.marks();
     handle
@@ -283,7 +283,12 @@ impl FleetSetup {
     }
 
     /// Bytes per second of one stream on one node, and between two.
-    fn rates(&self, bench: &Bench, pattern: &Pattern, total: u64) -> anyhow::Result<(f64, f64)> {
+    fn rates(
+        &self,
+        bench: &Bench,
+        pattern: &BytePattern,
+        total: u64,
+    ) -> anyhow::Result<(f64, f64)> {
         let run = |args| {
             let client = self.connect(args)?;
             let streamed = stream(bench, &client, pattern, total);
@@ -317,11 +322,11 @@ impl FleetSetup {
     }
 }
 
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     let keys = bench.pick(400, 200);
     let total: u64 = bench.pick(256 << 20, 64 << 20);
     let away = Duration::from_secs(bench.pick(10, 4));
-    let pattern = Pattern::new();
+    let pattern = BytePattern::new();
     let line = |name: &str, unit, base, goals| RowSpec {
         name: format!("fleet: {name}"),
         unit,

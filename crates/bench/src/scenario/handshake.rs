@@ -3,14 +3,14 @@
 use std::time::Instant;
 
 use super::{Bench, RowSpec};
-use crate::client::Client;
+use crate::client::BenchClient;
 use crate::floor::{self, WebsocketResponder};
-use crate::report::{Figure, Goal, Row, Unit};
-use crate::server::Server;
+use crate::report::{Figure, Goal, ReportRow, Unit};
+use crate::server::BenchServer;
 use crate::stats::median;
 
 /// From the start of the command to the first open websocket.
-pub(super) fn startup(bench: &Bench) -> Vec<Row> {
+pub(super) fn startup(bench: &Bench) -> Vec<ReportRow> {
     let line = RowSpec {
         name: "start-up".to_owned(),
         unit: Unit::Seconds,
@@ -23,14 +23,14 @@ pub(super) fn startup(bench: &Bench) -> Vec<Row> {
     bench.measure_each(bench.pick(11, 5), line, |command| {
         let floor = floor::spawn(20)?;
         let start = Instant::now();
-        let server = Server::start(command)?;
-        Client::connect(server.address)?;
+        let server = BenchServer::start(command)?;
+        BenchClient::connect(server.address)?;
         Ok(Figure::against(start.elapsed().as_secs_f64(), floor))
     })
 }
 
 /// Connection, upgrade and the response to `initialize`.
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     let count = 40;
     let line = RowSpec {
         name: "handshake p50".to_owned(),
@@ -46,7 +46,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         let mut samples = Vec::with_capacity(count);
         for _ in 0..count {
             let start = Instant::now();
-            let mut client = Client::connect(server.address)?;
+            let mut client = BenchClient::connect(server.address)?;
             client.initialize()?;
             samples.push(start.elapsed().as_secs_f64());
             drop(client);

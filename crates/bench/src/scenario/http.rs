@@ -10,10 +10,10 @@ use exec_server_http::{HttpClient, HttpConfig, request};
 use exec_server_protocol::http::RequestParams;
 
 use super::{Bench, RowSpec, size};
-use crate::client::Client;
-use crate::report::{Figure, Goal, Row, Unit};
+use crate::client::BenchClient;
+use crate::report::{Figure, Goal, ReportRow, Unit};
 use crate::stats::median;
-use crate::wire::Message;
+use crate::wire::BenchMessage;
 
 /// Bytes of a small body.
 const SMALL: usize = 1024;
@@ -21,7 +21,7 @@ const SMALL: usize = 1024;
 const BLOCK: usize = 256 * 1024;
 
 /// A small request, and a large streamed body.
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     let count = bench.pick(400, 150);
     let total: u64 = bench.pick(256 << 20, 64 << 20);
     let lines = vec![
@@ -44,7 +44,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             }],
         },
     ];
-    let site = match Site::start(total) {
+    let site = match KeptAliveSite::start(total) {
         Ok(site) => site,
         Err(error) => {
             let failed = Err(format!("no site: {error:#}"));
@@ -64,11 +64,11 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
 }
 
 /// HTTP server with kept-alive connections: `/small` and `/large`.
-pub(super) struct Site {
+pub(super) struct KeptAliveSite {
     pub(super) address: SocketAddr,
 }
 
-impl Site {
+impl KeptAliveSite {
     /// Starts it; its threads end with this program.
     pub(super) fn start(total: u64) -> anyhow::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
@@ -120,7 +120,7 @@ fn serve(stream: &TcpStream, total: u64) -> anyhow::Result<()> {
 }
 
 /// Median seconds of one request on an open connection.
-fn bare(site: &Site, count: usize) -> anyhow::Result<f64> {
+fn bare(site: &KeptAliveSite, count: usize) -> anyhow::Result<f64> {
     let mut stream = TcpStream::connect(site.address)?;
     stream.set_nodelay(true)?;
     let request = format!("GET /small HTTP/1.1\r\nhost: {}\r\n\r\n", site.address);
@@ -140,7 +140,7 @@ fn bare(site: &Site, count: usize) -> anyhow::Result<f64> {
     Ok(median(&samples))
 }
 
-fn small(client: &mut Client, site: &Site, count: usize) -> anyhow::Result<f64> {
+fn small(client: &mut BenchClient, site: &KeptAliveSite, count: usize) -> anyhow::Result<f64> {
     let url = site.url("/small");
     let params = format!(r#"{{"method":"GET","url":"{url}","requestId":"small"}}"#);
     let mut samples = Vec::with_capacity(count);
@@ -154,7 +154,7 @@ fn small(client: &mut Client, site: &Site, count: usize) -> anyhow::Result<f64> 
 }
 
 /// Bytes per second of the large body through the server's HTTP client, without a server.
-fn direct(site: &Site, total: u64) -> anyhow::Result<f64> {
+fn direct(site: &KeptAliveSite, total: u64) -> anyhow::Result<f64> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
@@ -178,7 +178,7 @@ fn direct(site: &Site, total: u64) -> anyhow::Result<f64> {
 }
 
 /// Bytes per second of the large body through a server, decoded.
-fn streamed(client: &mut Client, site: &Site, total: u64) -> anyhow::Result<f64> {
+fn streamed(client: &mut BenchClient, site: &KeptAliveSite, total: u64) -> anyhow::Result<f64> {
     let url = site.url("/large");
     let params =
         format!(r#"{{"method":"GET","url":"{url}","requestId":"large","streamResponse":true}}"#);
@@ -187,7 +187,7 @@ fn streamed(client: &mut Client, site: &Site, total: u64) -> anyhow::Result<f64>
     let mut received = 0;
     let mut decoded = Vec::new();
     loop {
-        if let Message::Delta { chunk, done } = client.receive()? {
+        if let BenchMessage::Delta { chunk, done } = client.receive()? {
             decoded.resize(chunk.len(), 0);
             let bytes = STANDARD
                 .decode_slice(&chunk, &mut decoded)

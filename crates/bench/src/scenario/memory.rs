@@ -2,10 +2,10 @@
 
 use super::spawn::wait_closed;
 use super::{Bench, RowSpec};
-use crate::client::{Client, Stdio};
+use crate::client::{BenchClient, ChildStdio};
 use crate::floor::TRUE;
-use crate::report::{Figure, Goal, Row, Unit};
-use crate::server::Server;
+use crate::report::{Figure, Goal, ReportRow, Unit};
+use crate::server::BenchServer;
 
 const KIB: f64 = 1024.0;
 const MIB: f64 = 1024.0 * KIB;
@@ -20,17 +20,17 @@ fn line(name: String, limit: f64, aim: f64) -> RowSpec {
 }
 
 /// A server that has just served its first connection.
-pub(super) fn idle(bench: &Bench) -> Vec<Row> {
+pub(super) fn idle(bench: &Bench) -> Vec<ReportRow> {
     let line = line("idle server resident".to_owned(), 14.0 * MIB, 7.0 * MIB);
     bench.measure_each(bench.pick(3, 1), line, |command| {
-        let server = Server::start_observed(command)?;
+        let server = BenchServer::start_observed(command)?;
         drop(server.client()?);
         Ok(Figure::plain(server.resident_at_rest()? as f64))
     })
 }
 
 /// Memory added by each of many running processes.
-pub(super) fn processes(bench: &Bench) -> Vec<Row> {
+pub(super) fn processes(bench: &Bench) -> Vec<ReportRow> {
     let count = bench.pick(500, 200);
     let line = line(
         format!("per live process, of {count}"),
@@ -38,11 +38,11 @@ pub(super) fn processes(bench: &Bench) -> Vec<Row> {
         16.0 * KIB,
     );
     bench.measure_each(1, line, |command| {
-        let server = Server::start_observed(command)?;
+        let server = BenchServer::start_observed(command)?;
         let mut client = server.client()?;
         // Excludes one-time costs of the first processes.
         for _ in 0..16 {
-            client.start(&[TRUE], Stdio::Pipe)?;
+            client.start(&[TRUE], ChildStdio::Pipe)?;
             wait_closed(&mut client, 1)?;
         }
         let before = server.resident_at_rest()?;
@@ -52,7 +52,7 @@ pub(super) fn processes(bench: &Bench) -> Vec<Row> {
             // memory.
             const BATCH: usize = 20;
             for _ in 0..BATCH {
-                processes.push(client.start(&["sleep", "1000"], Stdio::Pipe)?.1);
+                processes.push(client.start(&["sleep", "1000"], ChildStdio::Pipe)?.1);
             }
             client.answers(BATCH)?;
         }
@@ -65,7 +65,7 @@ pub(super) fn processes(bench: &Bench) -> Vec<Row> {
 }
 
 /// Memory added by each of many connections, each with its own session.
-pub(super) fn connections(bench: &Bench) -> Vec<Row> {
+pub(super) fn connections(bench: &Bench) -> Vec<ReportRow> {
     let count = bench.pick(300, 150);
     let line = line(
         format!("per idle connection, of {count}"),
@@ -73,10 +73,10 @@ pub(super) fn connections(bench: &Bench) -> Vec<Row> {
         24.0 * KIB,
     );
     bench.measure_each(1, line, |command| {
-        let server = Server::start_observed(command)?;
+        let server = BenchServer::start_observed(command)?;
         let _first = server.client()?;
         let before = server.resident_at_rest()?;
-        let clients: Vec<Client> = (0..count)
+        let clients: Vec<BenchClient> = (0..count)
             .map(|_| server.client())
             .collect::<anyhow::Result<_>>()?;
         let after = server.resident_at_rest()?;

@@ -8,22 +8,22 @@ use exec_server_protocol::network::{DomainRule, NetworkProxy, ProxySettings};
 use exec_server_protocol::process::StartParams;
 use exec_server_protocol::sandbox::Sandbox;
 
-use super::http::Site;
+use super::http::KeptAliveSite;
 use super::sandbox::policy;
 use super::spawn::wait_closed;
 use super::{Bench, RowSpec};
 use crate::child;
-use crate::client::{Client, Stdio};
+use crate::client::{BenchClient, ChildStdio};
 use crate::floor::TRUE;
-use crate::report::{Figure, Goal, Row, Unit};
+use crate::report::{Figure, Goal, ReportRow, Unit};
 use crate::stats::median;
-use crate::wire::Message;
+use crate::wire::BenchMessage;
 
 /// Concurrent streams.
 const STREAMS: usize = 200;
 
 /// A small request, many streams, and starts.
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     let count = bench.pick(400, 150);
     let total: u64 = bench.pick(1 << 20, 256 << 10);
     let starts = bench.pick(40, 20);
@@ -56,7 +56,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             }],
         },
     ];
-    let site = match Site::start(total) {
+    let site = match KeptAliveSite::start(total) {
         Ok(site) => site,
         Err(error) => {
             let failed = Err(format!("no site: {error:#}"));
@@ -111,16 +111,20 @@ fn managed(params: &mut StartParams) {
 }
 
 /// Runs a child in a managed network; returns the number that it prints.
-fn run_for_number(client: &mut Client, sandbox: &Sandbox, argv: &[&str]) -> anyhow::Result<f64> {
-    client.start_with(Some(sandbox), argv, Stdio::Pipe, managed)?;
+fn run_for_number(
+    client: &mut BenchClient,
+    sandbox: &Sandbox,
+    argv: &[&str],
+) -> anyhow::Result<f64> {
+    client.start_with(Some(sandbox), argv, ChildStdio::Pipe, managed)?;
     let mut said = Vec::new();
     loop {
         match client.receive()? {
-            Message::Output { chunk, .. } => said.extend(STANDARD.decode(&*chunk)?),
-            Message::Exited { code, .. } => {
+            BenchMessage::Output { chunk, .. } => said.extend(STANDARD.decode(&*chunk)?),
+            BenchMessage::Exited { code, .. } => {
                 ensure!(code == 0, "{}", String::from_utf8_lossy(&said));
             }
-            Message::Closed { .. } => break,
+            BenchMessage::Closed { .. } => break,
             _ => {}
         }
     }
@@ -132,7 +136,7 @@ fn run_for_number(client: &mut Client, sandbox: &Sandbox, argv: &[&str]) -> anyh
 
 /// Median seconds from start to closed.
 fn started(
-    client: &mut Client,
+    client: &mut BenchClient,
     count: usize,
     sandbox: &Sandbox,
     with_network: bool,
@@ -140,7 +144,7 @@ fn started(
     let mut samples = Vec::with_capacity(count);
     for _ in 0..count {
         let start = Instant::now();
-        client.start_with(Some(sandbox), &[TRUE], Stdio::Pipe, |params| {
+        client.start_with(Some(sandbox), &[TRUE], ChildStdio::Pipe, |params| {
             if with_network {
                 managed(params);
             }

@@ -13,19 +13,19 @@ use exec_server_client::{
     ExecServerClientConnectOptions, LocalBackend, RemoteExecServerConnectArgs,
 };
 use exec_server_engine::request;
-use exec_server_protocol::process::{Output, OutputParams, StartParams, Stream, WaitUntil};
-use exec_server_protocol::{Notification as _, PathUri};
+use exec_server_protocol::process::{Output, OutputParams, OutputStream, StartParams, WaitUntil};
+use exec_server_protocol::{NotificationMethod as _, PathUri};
 use exec_server_transport::keepalive::KeepaliveConfig;
 use exec_server_transport::peer::Handler;
-use exec_server_transport::{Event, Link, Peer};
+use exec_server_transport::{Link, LinkEvent, Peer};
 use serde_json::{Value, json};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, watch};
 
 use super::{Bench, RowSpec};
-use crate::report::{Figure, Goal, Row, Unit};
-use crate::server::Server;
+use crate::report::{Figure, Goal, ReportRow, Unit};
+use crate::server::BenchServer;
 use crate::stats::median;
 
 /// Processes that are recovered together.
@@ -33,7 +33,7 @@ const PROCESSES: usize = 64;
 /// Bytes of each event of the long stream.
 const EVENT_BYTES: usize = 64;
 
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     let seconds = |name: String, limit| RowSpec {
         name,
         unit: Unit::Seconds,
@@ -59,7 +59,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .enable_all()
             .build()?;
-        anyhow::Ok((Server::start(command)?, runtime))
+        anyhow::Ok((BenchServer::start(command)?, runtime))
     };
     bench.alone(bench.pick(5, 3), lines, prepare, |(server, runtime)| {
         let cut = runtime.block_on(first_bytes(server.address, cuts))?;
@@ -76,12 +76,12 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
 }
 
 /// TCP forwarder that can cut its connections.
-struct CuttableForwarder {
+struct RecoveryForwarder {
     address: SocketAddr,
     cuts: watch::Sender<()>,
 }
 
-impl CuttableForwarder {
+impl RecoveryForwarder {
     async fn start(server: SocketAddr) -> anyhow::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
@@ -156,7 +156,7 @@ impl EchoProcess {
 async fn first_bytes(server: SocketAddr, count: usize) -> anyhow::Result<f64> {
     /// Longer than a connection must live to be considered stable.
     const STABLE_AFTER: Duration = Duration::from_millis(1100);
-    let cutting = CuttableForwarder::start(server).await?;
+    let cutting = RecoveryForwarder::start(server).await?;
     let client = cutting.client().await?;
     let mut echo = EchoProcess::start(&client, 0).await?;
     let mut samples = Vec::with_capacity(count);
@@ -176,7 +176,7 @@ async fn first_bytes(server: SocketAddr, count: usize) -> anyhow::Result<f64> {
 
 /// Seconds from a cut until each of many processes has echoed over the next connection.
 async fn many(server: SocketAddr) -> anyhow::Result<f64> {
-    let cutting = CuttableForwarder::start(server).await?;
+    let cutting = RecoveryForwarder::start(server).await?;
     let client = cutting.client().await?;
     let mut echoes = Vec::with_capacity(PROCESSES);
     for id in 0..PROCESSES {
@@ -220,7 +220,7 @@ async fn serve_events(mut link: Link, events: u64) -> anyhow::Result<()> {
     };
     loop {
         let (id, method) = match link.incoming.recv().await? {
-            Some(Event::Message(text)) => {
+            Some(LinkEvent::Message(text)) => {
                 let message: Value = serde_json::from_str(text)?;
                 (message["id"].clone(), message["method"].clone())
             }
@@ -240,7 +240,7 @@ async fn serve_events(mut link: Link, events: u64) -> anyhow::Result<()> {
     let params = OutputParams {
         process_id: "p".to_owned(),
         seq: 0,
-        stream: Stream::Stdout,
+        stream: OutputStream::Stdout,
         chunk: vec![b'x'; EVENT_BYTES].into(),
     };
     let message = json!({"method": Output::NAME, "params": params}).to_string();
@@ -271,9 +271,9 @@ async fn serve_events(mut link: Link, events: u64) -> anyhow::Result<()> {
 }
 
 /// Forwards notifications as they arrive.
-struct Numbers(mpsc::Sender<OutputParams>);
+struct NumberedNotifications(mpsc::Sender<OutputParams>);
 
-impl Handler for Numbers {
+impl Handler for NumberedNotifications {
     async fn notification(&mut self, method: &str, params: Option<&str>) -> Result<(), String> {
         if method == Output::NAME {
             let params = serde_json::from_str(params.unwrap_or("null"));
@@ -293,7 +293,11 @@ async fn direct(events: u64) -> anyhow::Result<f64> {
     let (here, there) = Link::pair();
     let server = tokio::spawn(serve_events(there, events));
     let (sender, mut numbers) = mpsc::channel(1024);
-    let peer = Peer::new(here, KeepaliveConfig::default(), Numbers(sender));
+    let peer = Peer::new(
+        here,
+        KeepaliveConfig::default(),
+        NumberedNotifications(sender),
+    );
     peer.call::<Initialize>(&InitializeParams::default(), None)
         .await?;
     let start = Instant::now();

@@ -25,9 +25,9 @@ use tokio::sync::Notify;
 
 use super::{Bench, RowSpec, size};
 use crate::floor::{self, ECHO};
-use crate::pattern::Pattern;
-use crate::report::{Figure, Goal, Row, Unit};
-use crate::server::{CommandLine, Program, Server};
+use crate::pattern::BytePattern;
+use crate::report::{Figure, Goal, ReportRow, Unit};
+use crate::server::{BenchServer, CommandLine, Program};
 use crate::stats::percentile;
 
 const ENVIRONMENT: &str = "bench";
@@ -43,7 +43,7 @@ pub(crate) struct RelaySetup {
     secure: RemoteExecServerConnectArgs,
     /// Fields are dropped in this order.
     pub(crate) executor: Program,
-    pub(crate) server: Server,
+    pub(crate) server: BenchServer,
     pub(crate) rendezvous: Program,
     _files: TempDir,
 }
@@ -94,7 +94,7 @@ impl RelaySetup {
             "--tls-key",
             &key,
         ];
-        let mut server = Server::start_with(command, &[&listen, options].concat())?;
+        let mut server = BenchServer::start_with(command, &[&listen, options].concat())?;
         let secure = server.next_address("wss://")?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -246,7 +246,7 @@ pub(crate) fn name() -> String {
 pub(super) async fn stream(
     bench: &Bench,
     client: &ExecServerClient,
-    pattern: &Pattern,
+    pattern: &BytePattern,
     total: u64,
 ) -> anyhow::Result<f64> {
     let own = bench.own.display().to_string();
@@ -272,12 +272,12 @@ pub(super) async fn stream(
     Ok(total as f64 / start.elapsed().as_secs_f64())
 }
 
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     let connects = bench.pick(40, 20);
     let keys = bench.pick(400, 200);
     let cuts = bench.pick(15, 5);
     let total: u64 = bench.pick(256 << 20, 64 << 20);
-    let pattern = Pattern::new();
+    let pattern = BytePattern::new();
     let line = |name: &str, unit, base, goals| RowSpec {
         name: format!("relay: {name}"),
         unit,

@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use exec_server_relay::frame::{Acks, Body, Transmit, decode};
 use exec_server_relay::keys::{MLKEM768_BYTES, PublicKey};
-use exec_server_relay::noise::{Identity, SEED_BYTES};
-use exec_server_relay::{ExecutorConfig, HarnessConfig, Limits};
+use exec_server_relay::noise::{SEED_BYTES, StaticKeys};
+use exec_server_relay::{EndpointLimits, RelayExecutorConfig, RelayHarnessConfig};
 use exec_server_transport::link::{Link, RawEvent};
 use exec_server_transport::registry::auth::RegistryAuth;
 use exec_server_transport::registry::{Registry, RegistryOptions};
-use exec_server_transport::relay::{self, Attachment, DialError, RelayStream};
+use exec_server_transport::relay::{self, ExecutorAttachment, RelayDialError, RelayStream};
 use exec_server_transport::{ConnectOptions, connect};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
@@ -26,7 +26,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::{Bench, RowSpec};
-use crate::report::{Figure, Goal, Row, Unit};
+use crate::report::{Figure, Goal, ReportRow, Unit};
 use crate::server::{CommandLine, Program};
 use crate::stats::percentile;
 
@@ -158,22 +158,22 @@ async fn next<T>(
 
 /// Executor that echoes frames, until its task ends.
 pub(super) async fn echo(mut link: Link) -> anyhow::Result<()> {
-    enum Received {
+    enum ReceivedNumber {
         Handshake,
         Data(u32, Vec<u8>),
     }
     let stream = "s";
     loop {
         let received = next(&mut link, |body| match body {
-            Body::Handshake { .. } => Some(Received::Handshake),
-            Body::Data { seq, payload } => Some(Received::Data(*seq, payload.to_vec())),
+            Body::Handshake { .. } => Some(ReceivedNumber::Handshake),
+            Body::Data { seq, payload } => Some(ReceivedNumber::Data(*seq, payload.to_vec())),
             _ => None,
         });
         let frame = match received.await? {
-            Received::Handshake => {
+            ReceivedNumber::Handshake => {
                 Transmit::handshake(stream, Acks::default(), b"hello"[..].into())
             }
-            Received::Data(seq, payload) => {
+            ReceivedNumber::Data(seq, payload) => {
                 Transmit::data(stream, Acks::default(), seq, payload.into())
             }
         };
@@ -298,16 +298,20 @@ impl ConnectedPairs {
 }
 
 /// A reliable executor that echoes messages.
-async fn serve(access: &RegistryAccess, environment: String, seed: u8) -> anyhow::Result<Identity> {
-    let identity = || Identity::from_seed(&[seed; SEED_BYTES]);
+async fn serve(
+    access: &RegistryAccess,
+    environment: String,
+    seed: u8,
+) -> anyhow::Result<StaticKeys> {
+    let identity = || StaticKeys::from_seed(&[seed; SEED_BYTES]);
     let registry = Arc::new(access.registry(&environment, &access.executor)?);
     let registered = registry.register(identity().public_key(), None).await?;
     let registration = registered.executor_registration_id;
-    let config = ExecutorConfig {
+    let config = RelayExecutorConfig {
         environment_id: environment,
         registration_id: registration.clone(),
         identity: identity(),
-        limits: Limits::default(),
+        limits: EndpointLimits::default(),
     };
     let (accepted, mut streams) = mpsc::channel::<RelayStream>(64);
     let (url, urls) = (registered.url, registered.urls);
@@ -320,8 +324,8 @@ async fn serve(access: &RegistryAccess, environment: String, seed: u8) -> anyhow
                 let link = registry
                     .dial_any(&url, &urls, TIME_LIMIT)
                     .await
-                    .map_err(|error| DialError::passing(error.to_string()))?;
-                Ok(Attachment {
+                    .map_err(|error| RelayDialError::passing(error.to_string()))?;
+                Ok(ExecutorAttachment {
                     link,
                     registration_id,
                 })
@@ -359,23 +363,23 @@ async fn number_stream(
     for (byte, random) in seed.iter_mut().zip(std::iter::repeat_with(random)) {
         *byte = random;
     }
-    let identity = Identity::from_seed(&seed);
+    let identity = StaticKeys::from_seed(&seed);
     let public = identity.public_key().clone();
     let registry = Arc::new(access.registry(&environment, &access.harness)?);
     let first = registry.connect(&public).await?;
-    let config = HarnessConfig {
+    let config = RelayHarnessConfig {
         environment_id: environment,
         registration_id: first.executor_registration_id,
         stream_id: format!("{:016x}", u64::from_le_bytes(seed[..8].try_into()?)),
         executor,
         authorization: first.harness_key_authorization,
         identity,
-        limits: Limits::default(),
+        limits: EndpointLimits::default(),
     };
     let dial = move || {
         let (registry, public) = (Arc::clone(&registry), public.clone());
         async move {
-            let passing = |error: anyhow::Error| DialError::passing(error.to_string());
+            let passing = |error: anyhow::Error| RelayDialError::passing(error.to_string());
             let answer = registry.connect(&public).await;
             let answer = answer.map_err(|error| passing(error.into()))?;
             let dialled = registry.dial_any(&answer.url, &answer.urls, TIME_LIMIT);
@@ -421,12 +425,12 @@ fn random() -> u8 {
 }
 
 /// Streams of numbers, and executors that echo them.
-pub(super) struct Counters {
+pub(super) struct CounterStreams {
     streams: JoinSet<anyhow::Result<()>>,
     progress: Vec<Arc<[AtomicU64; 2]>>,
 }
 
-impl Counters {
+impl CounterStreams {
     /// Opens `count_streams` streams; executors and harnesses connect to each of `registries` in
     /// turn.
     pub(super) async fn new(
@@ -483,7 +487,7 @@ impl Counters {
 fn restart(server: &mut RestartableRendezvous, count_streams: usize) -> anyhow::Result<f64> {
     let access = [server.access()];
     let handle = server.runtime.handle().clone();
-    let mut counters = handle.block_on(Counters::new(&access, count_streams))?;
+    let mut counters = handle.block_on(CounterStreams::new(&access, count_streams))?;
     server
         .program
         .take()
@@ -518,7 +522,7 @@ async fn all_past(
     }
 }
 
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     const MIB: f64 = 1024.0 * 1024.0;
     let pairs = bench.pick(2000, 200);
     let active = bench.pick(200, 20);

@@ -4,21 +4,22 @@ use std::time::Instant;
 
 use exec_server_protocol::PathUri;
 use exec_server_protocol::sandbox::{
-    Access, Entry, EntryPath, FileSystem, Network, Permissions, Sandbox, Special,
+    EntryPath, FilePermissions, NetworkPermission, PathAccess, Permissions, Sandbox, SandboxEntry,
+    SpecialPath,
 };
 
 use super::files::answer;
 use super::spawn::wait_closed;
 use super::stream::rate;
 use super::{Bench, RowSpec, size};
-use crate::client::{Client, Stdio};
+use crate::client::{BenchClient, ChildStdio};
 use crate::floor::TRUE;
-use crate::pattern::Pattern;
-use crate::report::{Figure, Goal, Row, Unit};
+use crate::pattern::BytePattern;
+use crate::report::{Figure, Goal, ReportRow, Unit};
 use crate::stats::median;
 
 /// All measurements.
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     let mut rows = [spawns(bench, ""), files(bench), work(bench)].concat();
     if let Some(ordinary) = as_ordinary_user(bench) {
         rows.extend(spawns(&ordinary, " as an ordinary user"));
@@ -46,8 +47,8 @@ const REPEATS: usize = 15;
 
 /// Work under a policy compared with work without: a program with many system calls, and one with
 /// much output.
-fn work(bench: &Bench) -> Vec<Row> {
-    let pattern = Pattern::new();
+fn work(bench: &Bench) -> Vec<ReportRow> {
+    let pattern = BytePattern::new();
     let files: u32 = bench.pick(20_000, 5_000);
     let total: u64 = bench.pick(256 << 20, 64 << 20);
     let lines = vec![
@@ -97,7 +98,7 @@ fn work(bench: &Bench) -> Vec<Row> {
             for _ in 0..3 {
                 for (sandbox, seen) in [None, Some(&reading)].into_iter().zip(&mut seen) {
                     let start = Instant::now();
-                    client.start_in(sandbox, &status, Stdio::Pipe)?;
+                    client.start_in(sandbox, &status, ChildStdio::Pipe)?;
                     wait_closed(&mut client, 1)?;
                     seen.push(start.elapsed().as_secs_f64());
                 }
@@ -140,7 +141,7 @@ const TURN: usize = 50;
 
 /// Reading and writing 4 KiB under a policy that needs a helper, compared with no policy; and the
 /// first call under a new policy.
-fn files(bench: &Bench) -> Vec<Row> {
+fn files(bench: &Bench) -> Vec<ReportRow> {
     let line = |name: &str, base, goal| RowSpec {
         name: format!("sandboxed {name}, p50"),
         unit: Unit::Seconds,
@@ -171,7 +172,10 @@ fn files(bench: &Bench) -> Vec<Row> {
         let path = |name: &str| scratch.path().join(name);
         std::fs::write(path("file"), [b'x'; 4096])?;
         std::fs::write(path("secret"), "")?;
-        let mut sandbox = policy(&[Special::ProjectRoots { subpath: None }], scratch.path());
+        let mut sandbox = policy(
+            &[SpecialPath::ProjectRoots { subpath: None }],
+            scratch.path(),
+        );
         sandbox.cwd = PathUri::from_native(scratch.path()).ok();
         let uri = PathUri::from_native(&path("file"))?;
         let denied = serde_json::to_string(&denying(&sandbox, &path("secret"))?)?;
@@ -225,15 +229,15 @@ fn files(bench: &Bench) -> Vec<Row> {
 fn denying(sandbox: &Sandbox, path: &std::path::Path) -> anyhow::Result<Sandbox> {
     let mut sandbox = sandbox.clone();
     if let Permissions::Managed {
-        file_system: FileSystem::Restricted { entries, .. },
+        file_system: FilePermissions::Restricted { entries, .. },
         ..
     } = &mut sandbox.permissions
     {
-        entries.push(Entry {
+        entries.push(SandboxEntry {
             path: EntryPath::Path {
                 path: PathUri::from_native(path)?,
             },
-            access: Access::Deny,
+            access: PathAccess::Deny,
             missing_path_behavior: None,
         });
     }
@@ -242,7 +246,7 @@ fn denying(sandbox: &Sandbox, path: &std::path::Path) -> anyhow::Result<Sandbox>
 
 /// A workspace policy as clients send it, and a read-only policy; cost added to a spawn without a
 /// policy.
-fn spawns(bench: &Bench, suffix: &str) -> Vec<Row> {
+fn spawns(bench: &Bench, suffix: &str) -> Vec<ReportRow> {
     let count = bench.pick(40, 20);
     let line = |name: &str| RowSpec {
         name: format!("sandboxed spawn {name}{suffix}, added p50"),
@@ -255,7 +259,10 @@ fn spawns(bench: &Bench, suffix: &str) -> Vec<Row> {
     };
     let directory = std::env::temp_dir();
     let workspace = policy(
-        &[Special::ProjectRoots { subpath: None }, Special::SlashTmp],
+        &[
+            SpecialPath::ProjectRoots { subpath: None },
+            SpecialPath::SlashTmp,
+        ],
         &directory,
     );
     let reading = policy(&[], &directory);
@@ -274,36 +281,40 @@ fn spawns(bench: &Bench, suffix: &str) -> Vec<Row> {
 }
 
 /// Returns a policy: read everything, write these paths, no network.
-pub(crate) fn policy(writable: &[Special], root: &std::path::Path) -> Sandbox {
-    let entry = |value: Special, access| Entry {
+pub(crate) fn policy(writable: &[SpecialPath], root: &std::path::Path) -> Sandbox {
+    let entry = |value: SpecialPath, access| SandboxEntry {
         path: EntryPath::Special { value },
         access,
         missing_path_behavior: None,
     };
-    let mut entries = vec![entry(Special::Root, Access::Read)];
+    let mut entries = vec![entry(SpecialPath::Root, PathAccess::Read)];
     entries.extend(
         writable
             .iter()
-            .map(|value| entry(value.clone(), Access::Write)),
+            .map(|value| entry(value.clone(), PathAccess::Write)),
     );
-    let file_system = FileSystem::Restricted {
+    let file_system = FilePermissions::Restricted {
         entries,
         glob_scan_max_depth: None,
     };
     let mut sandbox = Sandbox::new(Permissions::Managed {
         file_system,
-        network: Network::Restricted,
+        network: NetworkPermission::Restricted,
     });
     sandbox.workspace_roots = PathUri::from_native(root).into_iter().collect();
     sandbox
 }
 
 /// Median seconds from start to closed.
-fn sequential(client: &mut Client, count: usize, sandbox: Option<&Sandbox>) -> anyhow::Result<f64> {
+fn sequential(
+    client: &mut BenchClient,
+    count: usize,
+    sandbox: Option<&Sandbox>,
+) -> anyhow::Result<f64> {
     let mut samples = Vec::with_capacity(count);
     for _ in 0..count {
         let start = Instant::now();
-        client.start_in(sandbox, &[TRUE], Stdio::Pipe)?;
+        client.start_in(sandbox, &[TRUE], ChildStdio::Pipe)?;
         wait_closed(client, 1)?;
         samples.push(start.elapsed().as_secs_f64());
     }

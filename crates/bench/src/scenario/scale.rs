@@ -13,9 +13,9 @@ use exec_server_client::protocol::PathUri;
 use rustix::process::{Pid, Resource, getrlimit};
 
 use super::{Bench, RowSpec};
-use crate::client::{Client, Stdio};
-use crate::report::{Figure, Goal, Row, Unit};
-use crate::server::{CommandLine, Server};
+use crate::client::{BenchClient, ChildStdio};
+use crate::report::{Figure, Goal, ReportRow, Unit};
+use crate::server::{BenchServer, CommandLine};
 
 /// Server options that allow the largest size.
 const LIMITS: [&str; 6] = [
@@ -38,38 +38,38 @@ const BATCH: usize = 50;
 
 /// Cost of one size.
 #[derive(Debug, Clone, Copy)]
-struct Cost {
+struct SizeCost {
     seconds: f64,
     cpu_seconds: f64,
     bytes: f64,
 }
 
 /// A kind of object.
-struct Kind {
+struct ObjectKind {
     name: &'static str,
     /// Descriptors that the server, or this program, needs for each.
     descriptors: usize,
     /// Creates this many objects and ends them; starts and stops the clock.
-    run: fn(&Server, usize, &mut Clock<'_>) -> anyhow::Result<()>,
+    run: fn(&BenchServer, usize, &mut Clock<'_>) -> anyhow::Result<()>,
 }
 
 /// Measures what happens between [`Clock::start`] and [`Clock::stop`].
 struct Clock<'a> {
-    server: &'a Server,
+    server: &'a BenchServer,
     begun: Instant,
     cpu: f64,
     memory: f64,
-    cost: Cost,
+    cost: SizeCost,
 }
 
 impl<'a> Clock<'a> {
-    fn new(server: &'a Server) -> Self {
+    fn new(server: &'a BenchServer) -> Self {
         Self {
             server,
             begun: Instant::now(),
             cpu: 0.0,
             memory: 0.0,
-            cost: Cost {
+            cost: SizeCost {
                 seconds: 0.0,
                 cpu_seconds: 0.0,
                 bytes: 0.0,
@@ -105,40 +105,40 @@ impl<'a> Clock<'a> {
     }
 }
 
-const KINDS: [Kind; 6] = [
-    Kind {
+const KINDS: [ObjectKind; 6] = [
+    ObjectKind {
         name: "processes",
         descriptors: 3,
         run: processes,
     },
-    Kind {
+    ObjectKind {
         name: "processes ended one by one",
         descriptors: 3,
         run: terminated,
     },
-    Kind {
+    ObjectKind {
         name: "sessions",
         descriptors: 1,
         run: sessions,
     },
-    Kind {
+    ObjectKind {
         name: "connections",
         descriptors: 1,
         run: connections,
     },
-    Kind {
+    ObjectKind {
         name: "readers of one process",
         descriptors: 0,
         run: readers,
     },
-    Kind {
+    ObjectKind {
         name: "watched directories",
         descriptors: 0,
         run: watched,
     },
 ];
 
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     let sizes: &[usize] = bench.pick(&[100, 1_000, 5_000, 10_000], &[100, 1_000, 2_000]);
     let bench = bench.without_peer();
     let mut rows = Vec::new();
@@ -172,7 +172,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             };
             // Below `least` a figure is noise of the scheduler, of the kernel's CPU clock or of the
             // allocator.
-            let exponent = |of: fn(Cost) -> f64, least: f64| {
+            let exponent = |of: fn(SizeCost) -> f64, least: f64| {
                 let (before, after) = (of(before).max(least), of(after).max(least));
                 Figure::plain((after / before).ln() / (large / small).ln())
             };
@@ -201,9 +201,9 @@ fn fitting(sizes: &[usize], descriptors: usize) -> Vec<usize> {
     fitting
 }
 
-fn measure(command: &CommandLine, kind: &Kind, size: usize) -> anyhow::Result<Cost> {
+fn measure(command: &CommandLine, kind: &ObjectKind, size: usize) -> anyhow::Result<SizeCost> {
     let options = [&LIMITS[..], &MORE_LIMITS[..]].concat();
-    let server = Server::start_with(command, &options)?.observed()?;
+    let server = BenchServer::start_with(command, &options)?.observed()?;
     // Excludes one-time costs of the first object of a kind.
     (kind.run)(&server, 20, &mut Clock::new(&server))?;
     let mut clock = Clock::new(&server);
@@ -229,12 +229,12 @@ fn cpu_seconds(processes: &[Pid]) -> anyhow::Result<f64> {
 }
 
 /// Starts `count` processes that sleep.
-fn sleepers(client: &mut Client, count: usize) -> anyhow::Result<Vec<u64>> {
+fn sleepers(client: &mut BenchClient, count: usize) -> anyhow::Result<Vec<u64>> {
     let mut started = Vec::with_capacity(count);
     while started.len() < count {
         let batch = BATCH.min(count - started.len());
         for _ in 0..batch {
-            started.push(client.start(&["sleep", "1000"], Stdio::Pipe)?.1);
+            started.push(client.start(&["sleep", "1000"], ChildStdio::Pipe)?.1);
         }
         client.answers(batch)?;
     }
@@ -242,7 +242,7 @@ fn sleepers(client: &mut Client, count: usize) -> anyhow::Result<Vec<u64>> {
 }
 
 /// Processes that end with their session.
-fn processes(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
+fn processes(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut client = server.client()?;
     clock.start()?;
     sleepers(&mut client, count)?;
@@ -253,7 +253,7 @@ fn processes(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Re
 }
 
 /// Processes that are terminated by one request each.
-fn terminated(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
+fn terminated(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut client = server.client()?;
     clock.start()?;
     let started = sleepers(&mut client, count)?;
@@ -270,7 +270,7 @@ fn terminated(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::R
 }
 
 /// Sessions that wait for their clients, and then all expire.
-fn sessions(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
+fn sessions(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut clients = Vec::with_capacity(count);
     clock.start()?;
     for _ in 0..count {
@@ -285,11 +285,11 @@ fn sessions(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Res
 }
 
 /// Connections that have upgraded and sent nothing.
-fn connections(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
+fn connections(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut clients = Vec::with_capacity(count);
     clock.start()?;
     for _ in 0..count {
-        clients.push(Client::connect(server.address)?);
+        clients.push(BenchClient::connect(server.address)?);
     }
     clock.all_exist()?;
     drop(clients);
@@ -299,9 +299,9 @@ fn connections(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::
 }
 
 /// Requests that wait for the next output of one process, all answered by one line of output.
-fn readers(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
+fn readers(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut owner = server.client()?;
-    let (request, process) = owner.start(&["cat"], Stdio::PipeWithInput)?;
+    let (request, process) = owner.start(&["cat"], ChildStdio::PipeWithInput)?;
     owner.answer(request)?;
     let params = format!(
         r#"{{"processId":"{}","afterSeq":0,"waitMs":60000}}"#,
@@ -319,7 +319,7 @@ fn readers(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Resu
 }
 
 /// A tree of `count` directories under one watch.
-fn watched(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
+fn watched(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let tree = tempfile::tempdir()?;
     for number in 0..count {
         fs::create_dir_all(tree.path().join(format!("{}/{number}", number % 100)))?;

@@ -21,11 +21,11 @@ use super::echo::TerminalClient;
 use super::spawn::wait_closed;
 use super::stream::rate;
 use super::{Bench, RowSpec, size};
-use crate::client::{Client, Stdio};
+use crate::client::{BenchClient, ChildStdio};
 use crate::floor::{self, TRUE};
-use crate::pattern::Pattern;
-use crate::report::{Figure, Goal, Row, Unit};
-use crate::server::{CommandLine, Server};
+use crate::pattern::BytePattern;
+use crate::report::{Figure, Goal, ReportRow, Unit};
+use crate::server::{BenchServer, CommandLine};
 use crate::stats::{median, percentile};
 
 /// Any text of a token's usual length.
@@ -58,20 +58,23 @@ fn write(directory: &TempDir, name: &str, text: &str) -> anyhow::Result<String> 
 }
 
 /// Starts a server that requires [`TOKEN`], with the files it needs.
-fn start_with_token(command: &CommandLine, options: &[&str]) -> anyhow::Result<(Server, TempDir)> {
+fn start_with_token(
+    command: &CommandLine,
+    options: &[&str],
+) -> anyhow::Result<(BenchServer, TempDir)> {
     let directory = tempfile::tempdir()?;
     let file = write(&directory, "token", TOKEN)?;
     let auth = ["--ws-auth", "capability-token", "--ws-token-file", &file];
-    let server = Server::start_with(command, &[&auth, options].concat())?;
+    let server = BenchServer::start_with(command, &[&auth, options].concat())?;
     Ok((server, directory))
 }
 
 /// Connection, upgrade and `initialize` with a token, minus the same without.
-pub(super) fn tokens(bench: &Bench) -> Vec<Row> {
+pub(super) fn tokens(bench: &Bench) -> Vec<ReportRow> {
     struct Prepared {
-        open: Server,
-        token: (Server, TempDir),
-        signed: (Server, TempDir),
+        open: BenchServer,
+        token: (BenchServer, TempDir),
+        signed: (BenchServer, TempDir),
         jwt: String,
     }
     let count = 40;
@@ -96,9 +99,9 @@ pub(super) fn tokens(bench: &Bench) -> Vec<Row> {
             &secret,
         ];
         Ok(Prepared {
-            open: Server::start(command)?,
+            open: BenchServer::start(command)?,
             token: start_with_token(command, &[])?,
-            signed: (Server::start_with(command, &options)?, directory),
+            signed: (BenchServer::start_with(command, &options)?, directory),
             jwt: jwt.trim().to_owned(),
         })
     };
@@ -114,7 +117,7 @@ pub(super) fn tokens(bench: &Bench) -> Vec<Row> {
         for _ in 0..count {
             for (samples, (address, token)) in samples.iter_mut().zip(kinds) {
                 let start = Instant::now();
-                Client::connect_as(address, token)?.initialize()?;
+                BenchClient::connect_as(address, token)?.initialize()?;
                 samples.push(start.elapsed().as_secs_f64());
                 floor::pause();
             }
@@ -128,15 +131,15 @@ pub(super) fn tokens(bench: &Bench) -> Vec<Row> {
 }
 
 /// A TLS handshake with a new key exchange, and output over TLS compared with plain output.
-pub(super) fn tls(bench: &Bench) -> Vec<Row> {
+pub(super) fn tls(bench: &Bench) -> Vec<ReportRow> {
     struct Prepared {
-        server: Server,
+        server: BenchServer,
         address: SocketAddr,
         config: Arc<ClientConfig>,
         _files: TempDir,
     }
     let count = 40;
-    let pattern = Pattern::new();
+    let pattern = BytePattern::new();
     let total: u64 = bench.pick(256 << 20, 64 << 20);
     let lines = vec![
         line("TLS handshake p50".to_owned(), Unit::Seconds, 4e-3),
@@ -160,7 +163,7 @@ pub(super) fn tls(bench: &Bench) -> Vec<Row> {
             "--tls-key",
             &key,
         ];
-        let mut server = Server::start_with(command, &options)?;
+        let mut server = BenchServer::start_with(command, &options)?;
         let address = server.next_address("wss://")?;
         let config = trust_only(Path::new(&cert))?;
         Ok(Prepared {
@@ -174,11 +177,11 @@ pub(super) fn tls(bench: &Bench) -> Vec<Row> {
         let mut samples = Vec::with_capacity(count);
         for _ in 0..count {
             let start = Instant::now();
-            Client::connect_tls(prepared.address, &prepared.config)?.initialize()?;
+            BenchClient::connect_tls(prepared.address, &prepared.config)?.initialize()?;
             samples.push(start.elapsed().as_secs_f64());
             floor::pause();
         }
-        let client = Client::connect_tls(prepared.address, &prepared.config)?.ready()?;
+        let client = BenchClient::connect_tls(prepared.address, &prepared.config)?.ready()?;
         let plain = rate(bench, prepared.server.client()?, &pattern, (1, total), None)?;
         let tls = rate(bench, client, &pattern, (1, total), None)?;
         Ok(vec![
@@ -204,7 +207,7 @@ fn trust_only(cert: &Path) -> anyhow::Result<Arc<ClientConfig>> {
 }
 
 /// Authenticated connections with a session that are idle.
-pub(super) fn idle_connections(bench: &Bench) -> Vec<Row> {
+pub(super) fn idle_connections(bench: &Bench) -> Vec<ReportRow> {
     const MIB: f64 = 1024.0 * 1024.0;
     let count = bench.pick(5000, 1000);
     let keys = bench.pick(500, 300);
@@ -236,20 +239,20 @@ pub(super) fn idle_connections(bench: &Bench) -> Vec<Row> {
         ];
         let (server, directory) = start_with_token(command, &options)?;
         let server = server.observed()?;
-        drop(Client::connect_as(server.address, TOKEN)?.ready()?);
+        drop(BenchClient::connect_as(server.address, TOKEN)?.ready()?);
         // Measured once for all rounds, so that memory that a round leaves behind is included in
         // the next.
         let before = server.resident_at_rest()?;
         Ok((server, directory, before))
     };
     bench.alone(bench.pick(5, 3), lines, prepare, |(server, _, before)| {
-        let enter = |address| Client::connect_as(address, TOKEN)?.ready();
+        let enter = |address| BenchClient::connect_as(address, TOKEN)?.ready();
         let mut terminal = TerminalClient::start(enter(server.address)?)?;
         // Warms up, so that later echoes run under equal conditions.
         terminal.type_keys(keys, Duration::ZERO)?;
         let calm = percentile(&terminal.type_keys(keys, Duration::ZERO)?, 50.0);
         let start = Instant::now();
-        let clients: Vec<Client> = (0..count)
+        let clients: Vec<BenchClient> = (0..count)
             .map(|_| enter(server.address))
             .collect::<anyhow::Result<_>>()?;
         let rate = count as f64 / start.elapsed().as_secs_f64();
@@ -265,15 +268,15 @@ pub(super) fn idle_connections(bench: &Bench) -> Vec<Row> {
 }
 
 /// Scrapes of a server with many running processes, and echoes of a terminal meanwhile.
-pub(super) fn metrics(bench: &Bench) -> Vec<Row> {
+pub(super) fn metrics(bench: &Bench) -> Vec<ReportRow> {
     /// More frequent than any scraper.
     const PERIOD: Duration = Duration::from_millis(50);
     struct Prepared {
         address: SocketAddr,
         terminal: TerminalClient,
         /// Owner of the session of the processes.
-        _owner: Client,
-        _server: Server,
+        _owner: BenchClient,
+        _server: BenchServer,
     }
     let processes = bench.pick(500, 200);
     let keys = bench.pick(500, 300);
@@ -292,11 +295,11 @@ pub(super) fn metrics(bench: &Bench) -> Vec<Row> {
     ];
     let prepare = |command: &CommandLine| {
         let options = ["--metrics-listen", "127.0.0.1:0"];
-        let server = Server::start_with(command, &options)?;
+        let server = BenchServer::start_with(command, &options)?;
         let address = server.logged_address("metrics: http://", "/metrics")?;
         let mut owner = server.client()?;
         for _ in 0..processes {
-            let (request, _) = owner.start(&["sleep", "1000"], Stdio::Pipe)?;
+            let (request, _) = owner.start(&["sleep", "1000"], ChildStdio::Pipe)?;
             owner.answer(request)?;
         }
         let page = scrape(address)?;
@@ -351,7 +354,7 @@ pub(crate) fn scrape(address: SocketAddr) -> anyhow::Result<String> {
 }
 
 /// Start to closed, sequentially, with and without an audit log.
-pub(super) fn audit(bench: &Bench) -> Vec<Row> {
+pub(super) fn audit(bench: &Bench) -> Vec<ReportRow> {
     let count = bench.pick(60, 30);
     let lines = vec![against(
         "spawn p50, audit log on".to_owned(),
@@ -362,8 +365,8 @@ pub(super) fn audit(bench: &Bench) -> Vec<Row> {
     let prepare = |command: &CommandLine| {
         let directory = tempfile::tempdir()?;
         let file = directory.path().join("audit.jsonl").display().to_string();
-        let with = Server::start_with(command, &["--audit-file", &file])?;
-        let without = Server::start(command)?;
+        let with = BenchServer::start_with(command, &["--audit-file", &file])?;
+        let without = BenchServer::start(command)?;
         Ok((with, without, file, directory))
     };
     let rounds = bench.pick(15, 5);
@@ -374,7 +377,7 @@ pub(super) fn audit(bench: &Bench) -> Vec<Row> {
         for _ in 0..count {
             for (client, samples) in clients.iter_mut().zip(&mut samples) {
                 let start = Instant::now();
-                client.start(&[TRUE], Stdio::Pipe)?;
+                client.start(&[TRUE], ChildStdio::Pipe)?;
                 wait_closed(client, 1)?;
                 samples.push(start.elapsed().as_secs_f64());
             }

@@ -6,14 +6,14 @@ use serde_json::json;
 
 use super::spawn::wait_closed;
 use super::{Bench, RowSpec};
-use crate::report::{Figure, Goal, Row, Unit};
+use crate::report::{Figure, Goal, ReportRow, Unit};
 use crate::stats::median;
 
 /// Start-up files as slow as those of long-time users can be.
 const PROFILE: &str = "sleep 0.3\nf() { echo f; }\nexport FOO=bar\n";
 
 /// The second and later commands of a scope.
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     let line = RowSpec {
         name: "snapshot of a 300 ms login shell: later commands p50".to_owned(),
         unit: Unit::Seconds,

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 
 use super::{Bench, RowSpec, size};
-use crate::client::{Client, Stdio};
+use crate::client::{BenchClient, ChildStdio};
 use crate::floor::{self, TRUE};
-use crate::report::{Figure, Goal, Row, Unit};
-use crate::server::Server;
+use crate::report::{Figure, Goal, ReportRow, Unit};
+use crate::server::BenchServer;
 use crate::stats::median;
-use crate::wire::Message;
+use crate::wire::BenchMessage;
 
 /// Concurrent starts in rows with more than one.
 const WIDTH: usize = 16;
@@ -18,7 +18,7 @@ const WIDTH: usize = 16;
 const TIME_LIMIT: Duration = Duration::from_millis(400);
 
 /// Pipes and terminals, sequentially and sixteen at a time, on one connection.
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     let (count, many) = (40, bench.pick(160, 80));
     let line = |name: &str, goals| RowSpec {
         name: format!("spawn {name}"),
@@ -59,10 +59,10 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     bench.rounds(bench.pick(13, 3), lines, floor, |server, &(one, rate)| {
         let mut client = server.client()?;
         Ok(vec![
-            Figure::against(sequential(&mut client, count, Stdio::Pipe)?, one),
-            Figure::against(sequential(&mut client, count, Stdio::Tty)?, one),
-            Figure::against(concurrent(&mut client, many, Stdio::Pipe)?, rate),
-            Figure::against(concurrent(&mut client, many, Stdio::Tty)?, rate),
+            Figure::against(sequential(&mut client, count, ChildStdio::Pipe)?, one),
+            Figure::against(sequential(&mut client, count, ChildStdio::Tty)?, one),
+            Figure::against(concurrent(&mut client, many, ChildStdio::Pipe)?, rate),
+            Figure::against(concurrent(&mut client, many, ChildStdio::Tty)?, rate),
         ])
     })
 }
@@ -71,7 +71,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
 ///
 /// Memory becomes resident through what every server does: it retains the output of ended processes
 /// for half a minute.
-pub(super) fn large(bench: &Bench) -> Vec<Row> {
+pub(super) fn large(bench: &Bench) -> Vec<ReportRow> {
     let goal: u64 = bench.pick(1 << 30, 256 << 20);
     let count = bench.pick(400, 100);
     let line = RowSpec {
@@ -84,9 +84,9 @@ pub(super) fn large(bench: &Bench) -> Vec<Row> {
         }],
     };
     bench.measure_each(1, line, |command| {
-        let server = Server::start_observed(command)?;
+        let server = BenchServer::start_observed(command)?;
         let mut client = server.client()?;
-        sequential(&mut client, count / 4, Stdio::Pipe)?;
+        sequential(&mut client, count / 4, ChildStdio::Pipe)?;
         let small = best_block(&mut client, count)?;
         // Several clients, because one alone does not keep every server busy.
         let mut growers = [server.client()?, server.client()?, server.client()?];
@@ -104,18 +104,18 @@ pub(super) fn large(bench: &Bench) -> Vec<Row> {
 
 /// Best of several blocks: before and after cannot be measured in turns, and noise only increases a
 /// figure.
-fn best_block(client: &mut Client, count: usize) -> anyhow::Result<f64> {
+fn best_block(client: &mut BenchClient, count: usize) -> anyhow::Result<f64> {
     const BLOCKS: usize = 5;
     let mut lowest = f64::INFINITY;
     for _ in 0..BLOCKS {
-        lowest = lowest.min(sequential(client, count / BLOCKS, Stdio::Pipe)?);
+        lowest = lowest.min(sequential(client, count / BLOCKS, ChildStdio::Pipe)?);
     }
     Ok(lowest)
 }
 
 /// Starts processes until the server has reached `goal`; their sessions live as long as the
 /// clients.
-fn grow(server: &Server, clients: &mut [Client], goal: u64) -> anyhow::Result<()> {
+fn grow(server: &BenchServer, clients: &mut [BenchClient], goal: u64) -> anyhow::Result<()> {
     /// Retained output expires after 30 s, of which the measurement needs a part.
     const GROWTH: Duration = Duration::from_secs(22);
     /// A little more than one process can retain.
@@ -134,7 +134,7 @@ fn grow(server: &Server, clients: &mut [Client], goal: u64) -> anyhow::Result<()
         );
         for client in &mut *clients {
             for _ in 0..WIDTH {
-                client.start(&ARGV, Stdio::Pipe)?;
+                client.start(&ARGV, ChildStdio::Pipe)?;
             }
         }
         for client in &mut *clients {
@@ -144,7 +144,7 @@ fn grow(server: &Server, clients: &mut [Client], goal: u64) -> anyhow::Result<()
 }
 
 /// Median seconds from start to closed.
-fn sequential(client: &mut Client, count: usize, stdio: Stdio) -> anyhow::Result<f64> {
+fn sequential(client: &mut BenchClient, count: usize, stdio: ChildStdio) -> anyhow::Result<f64> {
     let begin = Instant::now();
     let mut samples = Vec::with_capacity(count);
     while samples.len() < count && begin.elapsed() < TIME_LIMIT {
@@ -157,7 +157,7 @@ fn sequential(client: &mut Client, count: usize, stdio: Stdio) -> anyhow::Result
 }
 
 /// Processes per second with [`WIDTH`] of them concurrently.
-fn concurrent(client: &mut Client, count: usize, stdio: Stdio) -> anyhow::Result<f64> {
+fn concurrent(client: &mut BenchClient, count: usize, stdio: ChildStdio) -> anyhow::Result<f64> {
     let start = Instant::now();
     for _ in 0..WIDTH {
         client.start(&[TRUE], stdio)?;
@@ -173,11 +173,11 @@ fn concurrent(client: &mut Client, count: usize, stdio: Stdio) -> anyhow::Result
 }
 
 /// Waits until `count` more processes have closed, in any order.
-pub(super) fn wait_closed(client: &mut Client, mut count: usize) -> anyhow::Result<()> {
+pub(super) fn wait_closed(client: &mut BenchClient, mut count: usize) -> anyhow::Result<()> {
     while count > 0 {
         match client.receive()? {
-            Message::Exited { code, .. } => ensure!(code == 0, "a child exited with {code}"),
-            Message::Closed { .. } => count -= 1,
+            BenchMessage::Exited { code, .. } => ensure!(code == 0, "a child exited with {code}"),
+            BenchMessage::Closed { .. } => count -= 1,
             _ => {}
         }
     }

@@ -8,12 +8,12 @@ use anyhow::{Context as _, ensure};
 use exec_server_testkit::sshd::{self, Sshd};
 
 use super::{Bench, RowSpec};
-use crate::report::{Figure, Goal, Row, Unit};
+use crate::report::{Figure, Goal, ReportRow, Unit};
 use crate::server::CommandLine;
 use crate::stats::median;
 
 /// The second and later `run` on a host, compared with a shared connection of ssh itself.
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     if sshd::program().is_none() {
         eprintln!("no sshd here: nothing behind ssh is measured");
         return Vec::new();
@@ -28,7 +28,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         }],
     };
     let count = bench.pick(15, 7);
-    bench.alone(bench.pick(5, 2), vec![line], Host::new, |host| {
+    bench.alone(bench.pick(5, 2), vec![line], SshBenchHost::new, |host| {
         let mut seen = [Vec::new(), Vec::new()];
         // In turns, so that a slow moment of the machine affects both.
         for _ in 0..count {
@@ -50,12 +50,12 @@ enum RunVia {
 }
 
 /// A machine to which both clients have connected before.
-struct Host {
+struct SshBenchHost {
     sshd: Sshd,
     program: PathBuf,
 }
 
-impl Host {
+impl SshBenchHost {
     fn new(command: &CommandLine) -> anyhow::Result<Self> {
         let host = Self {
             sshd: Sshd::start(&[]),
@@ -100,7 +100,7 @@ impl Host {
     }
 }
 
-impl Drop for Host {
+impl Drop for SshBenchHost {
     fn drop(&mut self) {
         // Ends the daemon on the host, which would otherwise wait for ten minutes.
         let mut command = Command::new(&self.program);

@@ -5,12 +5,12 @@ use std::time::Instant;
 use anyhow::{bail, ensure};
 
 use super::{Bench, RowSpec, size};
-use crate::client::Stdio;
+use crate::client::ChildStdio;
 use crate::floor;
-use crate::pattern::{Pattern, WRITE_BYTES};
-use crate::report::{Figure, Goal, Row, Unit};
-use crate::server::Server;
-use crate::wire::Message;
+use crate::pattern::{BytePattern, WRITE_BYTES};
+use crate::report::{Figure, Goal, ReportRow, Unit};
+use crate::server::BenchServer;
+use crate::wire::BenchMessage;
 
 /// 16 writes of 64 KiB in flight: 1 MiB keeps the connection busy and does not fill it.
 const WINDOW: usize = 16;
@@ -18,8 +18,8 @@ const WINDOW: usize = 16;
 /// Writes of 64 KiB until the child has read and checked everything and exited.
 ///
 /// Not every server supports closing the input, so the child knows how much to read.
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
-    let pattern = Pattern::new();
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
+    let pattern = BytePattern::new();
     let total: u64 = bench.pick(64 << 20, 16 << 20);
     let line = RowSpec {
         name: format!("stdin {} in 64 KiB writes", size(total)),
@@ -36,11 +36,16 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     })
 }
 
-fn rate(bench: &Bench, server: &Server, pattern: &Pattern, total: u64) -> anyhow::Result<f64> {
+fn rate(
+    bench: &Bench,
+    server: &BenchServer,
+    pattern: &BytePattern,
+    total: u64,
+) -> anyhow::Result<f64> {
     let own = bench.own.display().to_string();
     let mut client = server.client()?;
     let argv = [&own, "--check-pattern", &total.to_string()];
-    let (request, process) = client.start(&argv, Stdio::PipeWithInput)?;
+    let (request, process) = client.start(&argv, ChildStdio::PipeWithInput)?;
     client.answer(request)?;
     let each = (0..total).step_by(WRITE_BYTES);
     let writes: Vec<_> = each
@@ -58,23 +63,23 @@ fn rate(bench: &Bench, server: &Server, pattern: &Pattern, total: u64) -> anyhow
             continue;
         }
         match client.receive()? {
-            Message::Response { result, .. } => {
+            BenchMessage::Response { result, .. } => {
                 ensure!(
                     result.contains("accepted"),
                     "a write was answered with {result}"
                 );
                 waiting -= 1;
             }
-            Message::Exited { code, .. } => {
+            BenchMessage::Exited { code, .. } => {
                 ensure!(
                     code == 0,
                     "the child found wrong bytes and exited with {code}"
                 );
                 exited = true;
             }
-            Message::Closed { .. } => closed = true,
-            Message::Output { .. } => bail!("the child complained"),
-            Message::Data { .. } | Message::Delta { .. } | Message::Other => {}
+            BenchMessage::Closed { .. } => closed = true,
+            BenchMessage::Output { .. } => bail!("the child complained"),
+            BenchMessage::Data { .. } | BenchMessage::Delta { .. } | BenchMessage::Other => {}
         }
     }
     let unsent = writes.len();

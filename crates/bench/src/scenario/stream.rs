@@ -7,12 +7,12 @@ use anyhow::{Context as _, ensure};
 use exec_server_protocol::sandbox::Sandbox;
 
 use super::{Bench, RowSpec, median_figure, size};
-use crate::client::{Client, Stdio};
+use crate::client::{BenchClient, ChildStdio};
 use crate::floor::{self, WebsocketResponder};
-use crate::pattern::Pattern;
-use crate::report::{Figure, Goal, Row, Unit};
-use crate::server::Server;
-use crate::wire::Message;
+use crate::pattern::BytePattern;
+use crate::report::{Figure, Goal, ReportRow, Unit};
+use crate::server::BenchServer;
+use crate::wire::BenchMessage;
 
 /// Bytes of a stream measurement over all its processes.
 fn total(bench: &Bench) -> u64 {
@@ -23,8 +23,8 @@ fn total(bench: &Bench) -> u64 {
 ///
 /// The last row is the rate at which this client receives frames without a server: apart from pipe
 /// and base64, no server can be faster.
-pub(super) fn run(bench: &Bench) -> Vec<Row> {
-    let pattern = Pattern::new();
+pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
+    let pattern = BytePattern::new();
     let total = total(bench);
     let line = |name: &str| RowSpec {
         name: format!("stream {} from {name}", size(total)),
@@ -51,7 +51,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             Figure::against(rate(8)?, floor),
         ])
     });
-    rows.push(Row {
+    rows.push(ReportRow {
         name: "stream of bare frames, no server".to_owned(),
         unit: Unit::BytesPerSecond,
         base: "",
@@ -66,8 +66,8 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
 /// policy.
 pub(super) fn rate(
     bench: &Bench,
-    mut client: Client,
-    pattern: &Pattern,
+    mut client: BenchClient,
+    pattern: &BytePattern,
     (processes, total): (u64, u64),
     sandbox: Option<&Sandbox>,
 ) -> anyhow::Result<f64> {
@@ -78,25 +78,25 @@ pub(super) fn rate(
 }
 
 /// Bytes per second from a process that only pushes frames with the pattern.
-pub(super) fn push_rate(bench: &Bench, pattern: &Pattern, total: u64) -> anyhow::Result<f64> {
+pub(super) fn push_rate(bench: &Bench, pattern: &BytePattern, total: u64) -> anyhow::Result<f64> {
     let responder = WebsocketResponder::start(&bench.own, Some(total))?;
-    let mut client = Client::connect(responder.address)?;
+    let mut client = BenchClient::connect(responder.address)?;
     let start = Instant::now();
     let pushed = Emitters {
         first: 0,
         each: total,
-        seen: vec![Seen::default()],
+        seen: vec![EmitterState::default()],
     };
     pushed.drain(&mut client, pattern)?;
     Ok(total as f64 / start.elapsed().as_secs_f64())
 }
 
 /// Growth of a server's memory while the reader sleeps and then reads everything.
-pub(super) fn sleeping_reader(bench: &Bench) -> Vec<Row> {
+pub(super) fn sleeping_reader(bench: &Bench) -> Vec<ReportRow> {
     /// Bytes that a server retains for one process.
     const RETENTION: f64 = (1 << 20) as f64;
     const MARGIN: f64 = (8 << 20) as f64;
-    let pattern = Pattern::new();
+    let pattern = BytePattern::new();
     let total = total(bench);
     let nap = bench.pick(Duration::from_secs(2), Duration::from_millis(700));
     let line = RowSpec {
@@ -109,7 +109,7 @@ pub(super) fn sleeping_reader(bench: &Bench) -> Vec<Row> {
         }],
     };
     bench.measure_each(1, line, |command| {
-        let server = Server::start_observed(command)?;
+        let server = BenchServer::start_observed(command)?;
         let mut client = server.client()?;
         let before = server.resident_at_rest()?;
         let peak = peak_of(&server, || {
@@ -122,7 +122,7 @@ pub(super) fn sleeping_reader(bench: &Bench) -> Vec<Row> {
 }
 
 /// Peak resident memory during `work`.
-fn peak_of(server: &Server, work: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<u64> {
+fn peak_of(server: &BenchServer, work: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<u64> {
     let (done, peak) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -142,12 +142,12 @@ fn peak_of(server: &Server, work: impl FnOnce() -> anyhow::Result<()>) -> anyhow
 struct Emitters {
     first: u64,
     each: u64,
-    seen: Vec<Seen>,
+    seen: Vec<EmitterState>,
 }
 
 /// State of one of them.
 #[derive(Debug, Clone, Default)]
-struct Seen {
+struct EmitterState {
     bytes: u64,
     /// Output, exited and closed events.
     events: u64,
@@ -158,7 +158,7 @@ struct Seen {
     closed: Option<u64>,
 }
 
-impl Seen {
+impl EmitterState {
     /// Whether all announced events have arrived; a server may send exited after closed.
     fn is_complete(&self) -> bool {
         self.exit.is_some() && self.closed == Some(self.events)
@@ -169,7 +169,7 @@ impl Emitters {
     /// Starts `count` of them, which write `total` bytes together.
     fn start(
         bench: &Bench,
-        client: &mut Client,
+        client: &mut BenchClient,
         (count, total): (u64, u64),
         sandbox: Option<&Sandbox>,
     ) -> anyhow::Result<Self> {
@@ -178,26 +178,26 @@ impl Emitters {
         let mut first = None;
         for _ in 0..count {
             let argv = [&own, "--emit-pattern", &each.to_string()];
-            let (_, process) = client.start_in(sandbox, &argv, Stdio::Pipe)?;
+            let (_, process) = client.start_in(sandbox, &argv, ChildStdio::Pipe)?;
             first.get_or_insert(process);
         }
         let first = first.context("no process was started")?;
         Ok(Self {
             first,
             each,
-            seen: vec![Seen::default(); count as usize],
+            seen: vec![EmitterState::default(); count as usize],
         })
     }
 
     /// Reads until all are complete; checks every byte and every sequence number.
-    fn drain(mut self, client: &mut Client, pattern: &Pattern) -> anyhow::Result<()> {
+    fn drain(mut self, client: &mut BenchClient, pattern: &BytePattern) -> anyhow::Result<()> {
         let mut left = self.seen.len();
         while left > 0 {
             let message = client
                 .receive()
                 .with_context(|| format!("got only {:?}", self.seen))?;
             let seen = match message {
-                Message::Output {
+                BenchMessage::Output {
                     process,
                     seq,
                     chunk,
@@ -210,20 +210,20 @@ impl Emitters {
                         .with_context(|| format!("wrong bytes after {}", seen.bytes))?;
                     seen
                 }
-                Message::Exited { process, code } => {
+                BenchMessage::Exited { process, code } => {
                     let seen = self.of(process)?;
                     seen.exit = Some(code);
                     seen
                 }
-                Message::Closed { process, seq } => {
+                BenchMessage::Closed { process, seq } => {
                     let seen = self.of(process)?;
                     seen.closed = Some(seq);
                     seen
                 }
-                Message::Response { .. }
-                | Message::Data { .. }
-                | Message::Delta { .. }
-                | Message::Other => continue,
+                BenchMessage::Response { .. }
+                | BenchMessage::Data { .. }
+                | BenchMessage::Delta { .. }
+                | BenchMessage::Other => continue,
             };
             seen.events += 1;
             left -= usize::from(seen.is_complete());
@@ -240,7 +240,7 @@ impl Emitters {
         Ok(())
     }
 
-    fn of(&mut self, process: u64) -> anyhow::Result<&mut Seen> {
+    fn of(&mut self, process: u64) -> anyhow::Result<&mut EmitterState> {
         let index = process.checked_sub(self.first).map(|index| index as usize);
         index
             .and_then(|index| self.seen.get_mut(index))

@@ -17,11 +17,11 @@ use grep_searcher::{BinaryDetection, SearcherBuilder, sinks};
 use ignore::{WalkBuilder, WalkState};
 
 use super::{Bench, RowSpec};
-use crate::client::Client;
-use crate::report::{Figure, Goal, Row, Unit};
-use crate::server::Server;
+use crate::client::BenchClient;
+use crate::report::{Figure, Goal, ReportRow, Unit};
+use crate::server::BenchServer;
 use crate::stats::median;
-use crate::wire::Message;
+use crate::wire::BenchMessage;
 
 const MIB: f64 = 1024.0 * 1024.0;
 
@@ -41,7 +41,7 @@ const SENT_DIRECTORIES: usize = 20;
 const DEBOUNCE_MS: u64 = 50;
 
 /// `fs/search` compared with the libraries that it uses.
-pub(super) fn search(bench: &Bench) -> Vec<Row> {
+pub(super) fn search(bench: &Bench) -> Vec<ReportRow> {
     let files = BRANCHES * LEAVES;
     let line = RowSpec {
         name: format!("search {files} files"),
@@ -141,12 +141,12 @@ fn search_locally(root: &Path) -> anyhow::Result<usize> {
 }
 
 /// Delay from a change to its notification, and memory for many directories.
-pub(super) fn watch(bench: &Bench) -> Vec<Row> {
+pub(super) fn watch(bench: &Bench) -> Vec<ReportRow> {
     let bench = bench.without_peer();
     [watch_delay(&bench), watch_memory(&bench)].concat()
 }
 
-fn watch_delay(bench: &Bench) -> Vec<Row> {
+fn watch_delay(bench: &Bench) -> Vec<ReportRow> {
     let count = bench.pick(20, 7);
     let line = RowSpec {
         name: format!("watch p50, {DEBOUNCE_MS} ms gathered"),
@@ -168,7 +168,7 @@ fn watch_delay(bench: &Bench) -> Vec<Row> {
             let start = Instant::now();
             fs::File::create(path)?;
             match client.receive()? {
-                Message::Other => samples.push(start.elapsed().as_secs_f64()),
+                BenchMessage::Other => samples.push(start.elapsed().as_secs_f64()),
                 other => bail!("expected fs/changed, not {other:?}"),
             }
         }
@@ -176,7 +176,7 @@ fn watch_delay(bench: &Bench) -> Vec<Row> {
     })
 }
 
-fn watch_memory(bench: &Bench) -> Vec<Row> {
+fn watch_memory(bench: &Bench) -> Vec<ReportRow> {
     let (outer, inner) = (bench.pick(200, 50), 99);
     let line = RowSpec {
         name: format!("watch of {} directories, memory", outer * (inner + 1)),
@@ -194,7 +194,7 @@ fn watch_memory(bench: &Bench) -> Vec<Row> {
                 fs::create_dir_all(tree.path().join(format!("dir-{outer}/dir-{inner}")))?;
             }
         }
-        let server = Server::start_observed(command)?;
+        let server = BenchServer::start_observed(command)?;
         let mut client = server.client()?;
         let before = server.resident_at_rest()?;
         start_watch(&mut client, tree.path())?;
@@ -203,7 +203,7 @@ fn watch_memory(bench: &Bench) -> Vec<Row> {
     })
 }
 
-fn start_watch(client: &mut Client, path: &Path) -> anyhow::Result<()> {
+fn start_watch(client: &mut BenchClient, path: &Path) -> anyhow::Result<()> {
     let path = PathUri::from_native(path)?;
     let params = format!(r#"{{"watchId":"w","path":"{path}","debounceMs":{DEBOUNCE_MS}}}"#);
     let id = client.ask("fs/watch", &params)?;
@@ -211,9 +211,13 @@ fn start_watch(client: &mut Client, path: &Path) -> anyhow::Result<()> {
 }
 
 /// Waits for the response to a request and returns what `show` extracts.
-fn answered<R>(client: &mut Client, id: i64, show: impl FnOnce(&str) -> R) -> anyhow::Result<R> {
+fn answered<R>(
+    client: &mut BenchClient,
+    id: i64,
+    show: impl FnOnce(&str) -> R,
+) -> anyhow::Result<R> {
     match client.receive()? {
-        Message::Response {
+        BenchMessage::Response {
             id: answered,
             result,
         } if answered == id => Ok(show(result)),
@@ -222,7 +226,7 @@ fn answered<R>(client: &mut Client, id: i64, show: impl FnOnce(&str) -> R) -> an
 }
 
 /// Upload of many small files, compared with copying them locally.
-pub(super) fn upload(bench: &Bench) -> Vec<Row> {
+pub(super) fn upload(bench: &Bench) -> Vec<ReportRow> {
     let line = RowSpec {
         name: format!("upload {SENT} files of 4 KiB"),
         unit: Unit::PerSecond,
@@ -300,6 +304,6 @@ fn copy_locally(from: &Path, to: &Path) -> anyhow::Result<usize> {
     Ok(copied)
 }
 
-fn failed(line: RowSpec, error: &anyhow::Error) -> Vec<Row> {
+fn failed(line: RowSpec, error: &anyhow::Error) -> Vec<ReportRow> {
     super::rows(vec![line], vec![Err(format!("no tree: {error:#}"))])
 }

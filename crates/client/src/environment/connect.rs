@@ -19,7 +19,7 @@ use url::{Host, Url};
 
 use crate::backend::{ExecBackend as _, StartedProcess};
 use crate::client::ExecServerClient;
-use crate::dial::Dialled;
+use crate::dial::DialledLink;
 use crate::error::{ExecServerError, Reply};
 use crate::map::PathMap;
 use crate::options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
@@ -64,7 +64,7 @@ pub trait Connect: Send + Sync + fmt::Debug {
     /// # Errors
     ///
     /// When the machine cannot be reached or the handshake fails.
-    fn connect_and_start(&self, params: StartParams) -> Reply<'_, StartedThere> {
+    fn connect_and_start(&self, params: StartParams) -> Reply<'_, SessionAndStart> {
         Box::pin(async move {
             let client = self.connect().await?;
             let started = client.start(params).await;
@@ -81,8 +81,8 @@ pub trait Connect: Send + Sync + fmt::Debug {
     fn target(&self) -> String;
 
     /// When to connect if the caller does not connect explicitly.
-    fn start(&self) -> Start {
-        Start::AtOnce
+    fn start(&self) -> ConnectTime {
+        ConnectTime::AtOnce
     }
 
     /// Path mapping between this machine and the target, if there is one. An environment applies
@@ -99,11 +99,11 @@ pub trait Connect: Send + Sync + fmt::Debug {
 }
 
 /// A session and the result of the process start that was requested in it.
-pub type StartedThere = (ExecServerClient, Result<StartedProcess, ExecServerError>);
+pub type SessionAndStart = (ExecServerClient, Result<StartedProcess, ExecServerError>);
 
 /// Time at which an environment connects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Start {
+pub enum ConnectTime {
     /// When it is added, so that the first use does not wait for the connection.
     AtOnce,
     /// On first use, because connecting starts a program.
@@ -258,7 +258,7 @@ impl Connect for UrlTarget {
                 async move {
                     args.bearer_token = Some(read_token(path).await?);
                     let link = exec_server_transport::connect(&args.url, &args.dial()).await?;
-                    Ok(Dialled::from(link))
+                    Ok(DialledLink::from(link))
                 }
             };
             ExecServerClient::connect_with(dial, self.args.options.clone()).await
@@ -372,8 +372,8 @@ impl Connect for StdioTarget {
             .join(" ")
     }
 
-    fn start(&self) -> Start {
-        Start::OnUse
+    fn start(&self) -> ConnectTime {
+        ConnectTime::OnUse
     }
 }
 
@@ -453,6 +453,6 @@ mod tests {
             ["a host".to_owned(), "x\ny".to_owned(), "z".to_owned()],
         );
         assert_eq!(stdio.target(), r#"ssh "a host" "x\ny" z"#);
-        assert_eq!(stdio.start(), Start::OnUse);
+        assert_eq!(stdio.start(), ConnectTime::OnUse);
     }
 }

@@ -23,10 +23,10 @@ use crate::error::ExecServerError;
 ///
 /// ```no_run
 /// use exec_server_client::environment::{
-///     CapabilityCache, CapabilitySelection, EnvironmentManager, Step,
+///     CapabilityCache, CapabilitySelection, EnvironmentManager, EnvironmentStep,
 /// };
 ///
-/// async fn skills(manager: &EnvironmentManager, step: &Step, selection: &CapabilitySelection, cache: &CapabilityCache) {
+/// async fn skills(manager: &EnvironmentManager, step: &EnvironmentStep, selection: &CapabilitySelection, cache: &CapabilityCache) {
 ///     let roots = step.resolve_roots(manager, &selection.selected_capability_roots).await;
 ///     let found = cache.discover(&roots, None).await;
 ///     for (root, outcome) in found.iter() {
@@ -39,30 +39,30 @@ use crate::error::ExecServerError;
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct CapabilityCache {
-    shared: Arc<Shared>,
+    shared: Arc<CacheShared>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
-    known: Mutex<HashMap<Key, Outcome>>,
+struct CacheShared {
+    known: Mutex<HashMap<RootKey, DiscoveryOutcome>>,
     /// One discovery at a time per environment, so that no root is discovered twice.
     turns: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
 }
 
 /// Cache key of a root.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Key {
+struct RootKey {
     root: SelectedCapabilityRoot,
     /// The sandbox policy of the discovery, as JSON.
     sandbox: Option<String>,
 }
 
-type Outcome = Result<Arc<DiscoveredRoot>, Arc<ExecServerError>>;
+type DiscoveryOutcome = Result<Arc<DiscoveredRoot>, Arc<ExecServerError>>;
 
 /// Immutable discovery results of one agent step.
 #[derive(Debug, Clone, Default)]
 pub struct DiscoveredRoots {
-    found: Vec<(ResolvedCapabilityRoot, Outcome)>,
+    found: Vec<(ResolvedCapabilityRoot, DiscoveryOutcome)>,
     recovered: bool,
 }
 
@@ -104,11 +104,11 @@ impl CapabilityCache {
     ) -> DiscoveredRoots {
         // Policies are maps of plain data, so that serializing them to JSON does not fail.
         let policy = sandbox.and_then(|sandbox| serde_json::to_string(sandbox).ok());
-        let key = |root: &ResolvedCapabilityRoot| Key {
+        let key = |root: &ResolvedCapabilityRoot| RootKey {
             root: root.root.clone(),
             sandbox: policy.clone(),
         };
-        let mut asked: Vec<(Arc<Environment>, Vec<Key>)> = Vec::new();
+        let mut asked: Vec<(Arc<Environment>, Vec<RootKey>)> = Vec::new();
         {
             let known = self.shared.known.lock();
             for root in roots {
@@ -149,7 +149,7 @@ impl CapabilityCache {
     async fn ask(
         &self,
         environment: &Arc<Environment>,
-        mut keys: Vec<Key>,
+        mut keys: Vec<RootKey>,
         sandbox: Option<Sandbox>,
     ) -> bool {
         let turn = Arc::clone(
@@ -191,7 +191,10 @@ impl CapabilityCache {
 }
 
 /// Splits a response into one outcome per root. The response must match the requested roots.
-fn judge(keys: &[Key], answer: Result<Vec<DiscoveredRoot>, ExecServerError>) -> Vec<Outcome> {
+fn judge(
+    keys: &[RootKey],
+    answer: Result<Vec<DiscoveredRoot>, ExecServerError>,
+) -> Vec<DiscoveryOutcome> {
     let all = |error: ExecServerError| {
         let error = Arc::new(error);
         keys.iter().map(|_| Err(Arc::clone(&error))).collect()
@@ -232,7 +235,7 @@ fn given_up() -> ExecServerError {
 }
 
 /// Whether the outcome is cached permanently: a repeated request would return the same.
-fn stays(outcome: &Outcome) -> bool {
+fn stays(outcome: &DiscoveryOutcome) -> bool {
     match outcome {
         Ok(_) => true,
         Err(error) => !error.is_transient(),

@@ -229,13 +229,13 @@ impl EnvironmentsFile {
         path: &Path,
         state: Option<&Path>,
     ) -> Result<Self, EnvironmentsFileError> {
-        let source = Source { text, path, state };
+        let source = TomlSource { text, path, state };
         let document = DeTable::parse(text).map_err(|error| EnvironmentsFileError::Syntax {
             path: path.to_owned(),
             line: source.line(error.span().map_or(0, |span| span.start)),
             reason: error.message().to_owned(),
         })?;
-        let top = Table::new(&source, document.get_ref(), document.span(), TOP_KEYS)?;
+        let top = TomlTable::new(&source, document.get_ref(), document.span(), TOP_KEYS)?;
         let include_local = top.flag("include_local")?.unwrap_or(true);
         let mut environments: Vec<EnvironmentEntry> = Vec::new();
         if let Some((value, span)) = top.value("environments") {
@@ -248,7 +248,7 @@ impl EnvironmentsFile {
                     let reason = "expected tables, as in [[environments]]";
                     return Err(source.wrong(table.span(), "environments", reason));
                 };
-                let table = Table::new(&source, content, table.span(), KEYS)?;
+                let table = TomlTable::new(&source, content, table.span(), KEYS)?;
                 let entry = environment(&table)?;
                 if environments.iter().any(|other| other.id == entry.id) {
                     let reason = format!("there is another environment `{}`", entry.id);
@@ -278,7 +278,7 @@ impl EnvironmentsFile {
     }
 }
 
-fn environment(table: &Table<'_>) -> Result<EnvironmentEntry, EnvironmentsFileError> {
+fn environment(table: &TomlTable<'_>) -> Result<EnvironmentEntry, EnvironmentsFileError> {
     let Some(id) = table.text("id")? else {
         return Err(table.wrong("id", "every environment needs one"));
     };
@@ -337,7 +337,7 @@ fn environment(table: &Table<'_>) -> Result<EnvironmentEntry, EnvironmentsFileEr
 }
 
 /// Parses `ssh = "ssh://…"` and the keys that belong to it.
-fn ssh(table: &Table<'_>) -> Result<SshTarget, EnvironmentsFileError> {
+fn ssh(table: &TomlTable<'_>) -> Result<SshTarget, EnvironmentsFileError> {
     let url = table.text("ssh")?.unwrap_or_default().trim();
     let mut target = at_ssh(url).map_err(|error| table.wrong("ssh", error))?;
     if let Some(timeout) = table.seconds("connect_timeout_sec")? {
@@ -374,7 +374,7 @@ fn ssh(table: &Table<'_>) -> Result<SshTarget, EnvironmentsFileError> {
     Ok(target)
 }
 
-fn url(table: &Table<'_>) -> Result<UrlTarget, EnvironmentsFileError> {
+fn url(table: &TomlTable<'_>) -> Result<UrlTarget, EnvironmentsFileError> {
     let url = table.text("url")?.unwrap_or_default().trim();
     if url.starts_with("ssh://") {
         return Err(table.wrong("url", "write `ssh = \"ssh://…\"` for a machine behind ssh"));
@@ -395,22 +395,25 @@ fn url(table: &Table<'_>) -> Result<UrlTarget, EnvironmentsFileError> {
     }
     let mut target = UrlTarget::new(url, args).map_err(|error| table.wrong("url", error))?;
     match token(table, target.is_exposed())? {
-        Some(Token::Text(token)) => target.args.bearer_token = Some(token),
-        Some(Token::File(path)) => target.token_file = Some(path),
+        Some(TokenSource::Text(token)) => target.args.bearer_token = Some(token),
+        Some(TokenSource::File(path)) => target.token_file = Some(path),
         None => {}
     }
     Ok(target)
 }
 
 /// Credential of an entry.
-enum Token {
+enum TokenSource {
     Text(Secret),
     File(PathBuf),
 }
 
 /// Parses the token of an entry, if it has one. Rejects it if the connection is readable on the
 /// network (`exposed`).
-fn token(table: &Table<'_>, exposed: bool) -> Result<Option<Token>, EnvironmentsFileError> {
+fn token(
+    table: &TomlTable<'_>,
+    exposed: bool,
+) -> Result<Option<TokenSource>, EnvironmentsFileError> {
     let text = table.text("auth_bearer_token")?;
     let (key, token) = match (text, table.path("auth_token_file")?) {
         (None, None) => return Ok(None),
@@ -421,8 +424,11 @@ fn token(table: &Table<'_>, exposed: bool) -> Result<Option<Token>, Environments
         (Some(text), None) if text.trim().is_empty() => {
             return Err(table.wrong("auth_bearer_token", "it is empty"));
         }
-        (Some(text), None) => ("auth_bearer_token", Token::Text(Secret::from(text.trim()))),
-        (None, Some(path)) => ("auth_token_file", Token::File(path)),
+        (Some(text), None) => (
+            "auth_bearer_token",
+            TokenSource::Text(Secret::from(text.trim())),
+        ),
+        (None, Some(path)) => ("auth_token_file", TokenSource::File(path)),
     };
     if exposed {
         let reason = "a token needs `wss://` or TLS otherwise, a unix socket or an address of this \
@@ -434,14 +440,14 @@ fn token(table: &Table<'_>, exposed: bool) -> Result<Option<Token>, Environments
 
 /// Parses `registry = "registry://…"` and the keys that belong to it.
 #[cfg(feature = "registry")]
-fn registry(table: &Table<'_>) -> Result<RegistryEntry, EnvironmentsFileError> {
+fn registry(table: &TomlTable<'_>) -> Result<RegistryEntry, EnvironmentsFileError> {
     let text = table.text("registry")?.unwrap_or_default().trim();
     let url: RegistryUrl = text
         .parse()
         .map_err(|error| table.wrong("registry", error))?;
     let auth = match token(table, is_exposed(url.registry_url()))? {
-        Some(Token::Text(token)) => RegistryAuth::bearer(token),
-        Some(Token::File(path)) => RegistryAuth::BearerFile(path),
+        Some(TokenSource::Text(token)) => RegistryAuth::bearer(token),
+        Some(TokenSource::File(path)) => RegistryAuth::BearerFile(path),
         None => RegistryAuth::Open,
     };
     let mut options = ExecServerClientConnectOptions::new(ENVIRONMENT_CLIENT_NAME);
@@ -462,7 +468,7 @@ fn registry(table: &Table<'_>) -> Result<RegistryEntry, EnvironmentsFileError> {
     })
 }
 
-fn program(table: &Table<'_>) -> Result<StdioTarget, EnvironmentsFileError> {
+fn program(table: &TomlTable<'_>) -> Result<StdioTarget, EnvironmentsFileError> {
     let program = table.text("program")?.unwrap_or_default().trim();
     if program.is_empty() {
         return Err(table.wrong("program", "it is empty"));
@@ -476,19 +482,19 @@ fn program(table: &Table<'_>) -> Result<StdioTarget, EnvironmentsFileError> {
     Ok(target)
 }
 
-fn required_skills(table: &Table<'_>) -> Result<Vec<String>, EnvironmentsFileError> {
+fn required_skills(table: &TomlTable<'_>) -> Result<Vec<String>, EnvironmentsFileError> {
     let Some((value, span)) = table.value("skills") else {
         return Ok(Vec::new());
     };
     let Some(skills) = value.as_table() else {
         return Err(table.wrong("skills", "expected a table"));
     };
-    let skills = Table::new(table.source, skills, span, &["required"])?;
+    let skills = TomlTable::new(table.source, skills, span, &["required"])?;
     Ok(skills.texts("required")?.unwrap_or_default())
 }
 
 /// Text of a file and its path.
-struct Source<'a> {
+struct TomlSource<'a> {
     text: &'a str,
     path: &'a Path,
     /// Directory for keys.
@@ -499,7 +505,7 @@ struct Source<'a> {
     state: Option<&'a Path>,
 }
 
-impl Source<'_> {
+impl TomlSource<'_> {
     fn line(&self, offset: usize) -> usize {
         let before = self.text.get(..offset).unwrap_or(self.text);
         before.matches('\n').count() + 1
@@ -521,15 +527,15 @@ impl Source<'_> {
 }
 
 /// TOML table that has only known keys.
-struct Table<'a> {
-    source: &'a Source<'a>,
+struct TomlTable<'a> {
+    source: &'a TomlSource<'a>,
     content: &'a DeTable<'a>,
     span: Range<usize>,
 }
 
-impl<'a> Table<'a> {
+impl<'a> TomlTable<'a> {
     fn new(
-        source: &'a Source<'a>,
+        source: &'a TomlSource<'a>,
         content: &'a DeTable<'a>,
         span: Range<usize>,
         known: &[&str],

@@ -5,16 +5,16 @@ use std::sync::Arc;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{FsRequest, FsResponse};
 
-use super::lazy::Lazy;
+use super::lazy::LazySession;
 use crate::error::{ExecServerError, Reply};
 use crate::fs::{
-    ExecutorFileSystem, Feature, FileChanges, FileReader, FileWriter, MissingWatch, ReadStream,
-    RemoteFileSystem, Watch, WriteStream,
+    ExecutorFileSystem, Feature, FileChanges, FileReader, FileWriter, MissingWatch,
+    ReadStreamOptions, RemoteFileSystem, WatchOptions, WriteStreamOptions,
 };
 
 /// Remote files of a lazily opened session.
 #[derive(Debug)]
-pub(super) struct LazyFiles(pub(super) Arc<Lazy>);
+pub(super) struct LazyFiles(pub(super) Arc<LazySession>);
 
 impl LazyFiles {
     async fn there(&self) -> Result<RemoteFileSystem, ExecServerError> {
@@ -31,15 +31,23 @@ impl ExecutorFileSystem for LazyFiles {
         Box::pin(async move { self.there().await?.call(request).await })
     }
 
-    fn open_read<'a>(&'a self, path: &'a PathUri, options: ReadStream) -> Reply<'a, FileReader> {
+    fn open_read<'a>(
+        &'a self,
+        path: &'a PathUri,
+        options: ReadStreamOptions,
+    ) -> Reply<'a, FileReader> {
         Box::pin(async move { self.there().await?.open_read(path, options).await })
     }
 
-    fn open_write<'a>(&'a self, path: &'a PathUri, options: WriteStream) -> Reply<'a, FileWriter> {
+    fn open_write<'a>(
+        &'a self,
+        path: &'a PathUri,
+        options: WriteStreamOptions,
+    ) -> Reply<'a, FileWriter> {
         Box::pin(async move { self.there().await?.open_write(path, options).await })
     }
 
-    fn watch<'a>(&'a self, path: &'a PathUri, options: Watch) -> Reply<'a, FileChanges> {
+    fn watch<'a>(&'a self, path: &'a PathUri, options: WatchOptions) -> Reply<'a, FileChanges> {
         Box::pin(async move { self.there().await?.watch(path, options).await })
     }
 

@@ -11,18 +11,18 @@ use exec_server_protocol::capability::{
 use exec_server_protocol::environment::{self, EnvironmentInfo};
 use exec_server_protocol::{Method as _, NoParams, codes};
 
-use super::connect::{Connect, Start};
+use super::connect::{Connect, ConnectTime};
 use super::files::LazyFiles;
-use super::gate::Gate;
 #[cfg(feature = "local")]
 use super::id::LOCAL;
-use super::lazy::{Lazy, Readiness, Way};
+use super::lazy::{LazySession, Readiness, TargetSource};
+use super::provisioning::ProvisioningGate;
 use super::roots::SelectedCapabilityRoot;
 use crate::backend::{ExecBackend, StartedProcess};
 use crate::client::ExecServerClient;
 use crate::error::{ExecServerError, Reply};
 use crate::fs::ExecutorFileSystem;
-use crate::http::{ExecutorHttp, HttpAnswer, HttpRequest, HttpStream};
+use crate::http::{BufferedHttpResponse, ExecutorHttp, HttpRequest, HttpStream};
 use crate::map::{MappedBackend, MappedFileSystem};
 use crate::network::NetworkPolicyDecider;
 
@@ -70,17 +70,17 @@ pub struct Environment {
     exec: Arc<dyn ExecBackend>,
     files: Arc<dyn ExecutorFileSystem>,
     http: Arc<dyn ExecutorHttp>,
-    kind: Kind,
+    kind: EnvironmentBackend,
 }
 
 #[derive(Debug)]
-enum Kind {
+enum EnvironmentBackend {
     /// This machine.
     #[cfg(feature = "local")]
-    Here(Box<super::local::Here>),
+    Here(Box<super::local::LocalMachine>),
     /// Backends supplied by the caller.
     Parts,
-    Lazy(Arc<Lazy>),
+    Lazy(Arc<LazySession>),
 }
 
 /// Status of an environment, as reported by a probe.
@@ -102,7 +102,7 @@ impl Environment {
     /// Creates the environment of this machine, with the id `local`.
     #[cfg(feature = "local")]
     pub fn local(executor: exec_server_executor::Executor) -> Self {
-        let here = super::local::Here::new(executor.clone());
+        let here = super::local::LocalMachine::new(executor.clone());
         let http = crate::http_client::HttpClient::new(crate::http_client::HttpConfig {
             environment: executor.config().environment.clone(),
             ..Default::default()
@@ -110,7 +110,7 @@ impl Environment {
         let exec = Arc::new(crate::LocalBackend::new(executor.clone()));
         let files = Arc::new(crate::LocalFileSystem::on(executor));
         Self {
-            kind: Kind::Here(Box::new(here)),
+            kind: EnvironmentBackend::Here(Box::new(here)),
             http: Arc::new(crate::LocalHttp::new(http)),
             ..Self::from_parts(LOCAL, exec, files)
         }
@@ -128,7 +128,7 @@ impl Environment {
             exec,
             files,
             http: Arc::new(NoHttp),
-            kind: Kind::Parts,
+            kind: EnvironmentBackend::Parts,
         }
     }
 
@@ -145,7 +145,7 @@ impl Environment {
     /// paths. Requests through [`client`](Self::client) use paths of the remote machine.
     pub fn remote(id: impl Into<String>, connect: Arc<dyn Connect>) -> Self {
         let map = connect.map().cloned();
-        let mut environment = Self::lazy(id.into(), Way::Known(connect));
+        let mut environment = Self::lazy(id.into(), TargetSource::Known(connect));
         if let Some(map) = map {
             let Self { exec, files, .. } = &mut environment;
             *exec = Arc::new(MappedBackend::new(Arc::clone(exec), map.clone()));
@@ -154,18 +154,18 @@ impl Environment {
         environment
     }
 
-    pub(super) fn gated(id: impl Into<String>, gate: Arc<Gate>) -> Self {
-        Self::lazy(id.into(), Way::Gated(gate))
+    pub(super) fn gated(id: impl Into<String>, gate: Arc<ProvisioningGate>) -> Self {
+        Self::lazy(id.into(), TargetSource::Gated(gate))
     }
 
-    fn lazy(id: String, way: Way) -> Self {
-        let lazy = Arc::new(Lazy::new(&id, way));
+    fn lazy(id: String, way: TargetSource) -> Self {
+        let lazy = Arc::new(LazySession::new(&id, way));
         Self {
             id,
             exec: Arc::new(LazyExec(Arc::clone(&lazy))),
             files: Arc::new(LazyFiles(Arc::clone(&lazy))),
             http: Arc::new(LazyHttp(Arc::clone(&lazy))),
-            kind: Kind::Lazy(lazy),
+            kind: EnvironmentBackend::Lazy(lazy),
         }
     }
 
@@ -197,8 +197,8 @@ impl Environment {
     /// Display name of the connection target. `None` for this machine, or while it is unknown.
     pub fn target(&self) -> Option<String> {
         match self.lazy_session()?.way() {
-            Way::Known(connect) => Some(connect.target()),
-            Way::Gated(gate) => gate.target(),
+            TargetSource::Known(connect) => Some(connect.target()),
+            TargetSource::Gated(gate) => gate.target(),
         }
     }
 
@@ -215,8 +215,8 @@ impl Environment {
     /// [`Start::AtOnce`].
     pub(super) fn begin_unasked(&self) {
         if let Some(lazy) = self.lazy_session()
-            && let Way::Known(connect) = lazy.way()
-            && connect.start() == Start::AtOnce
+            && let TargetSource::Known(connect) = lazy.way()
+            && connect.start() == ConnectTime::AtOnce
         {
             lazy.begin();
         }
@@ -238,7 +238,7 @@ impl Environment {
     /// Current readiness, without connecting, requests or waiting.
     pub fn readiness(&self) -> Readiness {
         self.lazy_session()
-            .map_or(Readiness::Ready, Lazy::readiness)
+            .map_or(Readiness::Ready, LazySession::readiness)
     }
 
     /// Probes the environment if there is a session; never opens a session or waits for one.
@@ -277,9 +277,11 @@ impl Environment {
     pub async fn info(&self) -> Result<EnvironmentInfo, ExecServerError> {
         match &self.kind {
             #[cfg(feature = "local")]
-            Kind::Here(here) => Ok(here.info().clone()),
-            Kind::Parts => Err(ExecServerError::Unsupported("environment/info")),
-            Kind::Lazy(lazy) => Ok(lazy.client().await?.environment_info().await?.clone()),
+            EnvironmentBackend::Here(here) => Ok(here.info().clone()),
+            EnvironmentBackend::Parts => Err(ExecServerError::Unsupported("environment/info")),
+            EnvironmentBackend::Lazy(lazy) => {
+                Ok(lazy.client().await?.environment_info().await?.clone())
+            }
         }
     }
 
@@ -298,8 +300,8 @@ impl Environment {
 
     /// Capability roots of the ready report.
     pub fn roots(&self) -> Vec<SelectedCapabilityRoot> {
-        match self.lazy_session().map(Lazy::way) {
-            Some(Way::Gated(gate)) => gate.roots(),
+        match self.lazy_session().map(LazySession::way) {
+            Some(TargetSource::Gated(gate)) => gate.roots(),
             _ => Vec::new(),
         }
     }
@@ -318,9 +320,9 @@ impl Environment {
     ) -> Result<Vec<DiscoveredRoot>, ExecServerError> {
         match &self.kind {
             #[cfg(feature = "local")]
-            Kind::Here(here) => here.discover(roots).await,
-            Kind::Parts => Err(ExecServerError::Unsupported(DiscoverV1::NAME)),
-            Kind::Lazy(lazy) => {
+            EnvironmentBackend::Here(here) => here.discover(roots).await,
+            EnvironmentBackend::Parts => Err(ExecServerError::Unsupported(DiscoverV1::NAME)),
+            EnvironmentBackend::Lazy(lazy) => {
                 let client = lazy.client().await?;
                 if roots.iter().any(|root| root.sandbox.is_some()) {
                     let info = client.environment_info().await?;
@@ -354,9 +356,9 @@ impl Environment {
         }
     }
 
-    fn lazy_session(&self) -> Option<&Lazy> {
+    fn lazy_session(&self) -> Option<&LazySession> {
         match &self.kind {
-            Kind::Lazy(lazy) => Some(lazy),
+            EnvironmentBackend::Lazy(lazy) => Some(lazy),
             _ => None,
         }
     }
@@ -376,7 +378,7 @@ pub(super) fn described(error: &ExecServerError) -> String {
 
 /// Process backend that connects on first use.
 #[derive(Debug)]
-struct LazyExec(Arc<Lazy>);
+struct LazyExec(Arc<LazySession>);
 
 impl ExecBackend for LazyExec {
     fn start(
@@ -406,10 +408,10 @@ impl ExecBackend for LazyExec {
 
 /// HTTP backend that connects on first use.
 #[derive(Debug)]
-struct LazyHttp(Arc<Lazy>);
+struct LazyHttp(Arc<LazySession>);
 
 impl ExecutorHttp for LazyHttp {
-    fn fetch(&self, request: HttpRequest) -> Reply<'_, HttpAnswer> {
+    fn fetch(&self, request: HttpRequest) -> Reply<'_, BufferedHttpResponse> {
         Box::pin(async move { self.0.client().await?.fetch(request).await })
     }
 
@@ -423,7 +425,7 @@ impl ExecutorHttp for LazyHttp {
 struct NoHttp;
 
 impl ExecutorHttp for NoHttp {
-    fn fetch(&self, _: HttpRequest) -> Reply<'_, HttpAnswer> {
+    fn fetch(&self, _: HttpRequest) -> Reply<'_, BufferedHttpResponse> {
         Box::pin(async { Err(ExecServerError::Unsupported("http/request")) })
     }
 

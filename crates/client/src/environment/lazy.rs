@@ -18,17 +18,17 @@ use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::connect::Connect;
-use super::gate::Gate;
+use super::provisioning::ProvisioningGate;
 use crate::client::ExecServerClient;
 use crate::error::ExecServerError;
 use crate::state::ConnectionState;
 
 /// Session that is opened on first use and reopened after it is lost.
 #[derive(Debug)]
-pub(super) struct Lazy {
+pub(super) struct LazySession {
     id: String,
-    way: Way,
-    state: watch::Sender<State>,
+    way: TargetSource,
+    state: watch::Sender<LazyState>,
     /// The current or last connection attempt. Locked while the state changes to `Connecting`, so
     /// that there is only one attempt at a time.
     attempt: Mutex<Option<AbortOnDropHandle<()>>>,
@@ -36,14 +36,14 @@ pub(super) struct Lazy {
 
 /// Source of the connection target.
 #[derive(Debug, Clone)]
-pub(super) enum Way {
+pub(super) enum TargetSource {
     Known(Arc<dyn Connect>),
     /// An external provisioner prepares the machine and reports its target.
-    Gated(Arc<Gate>),
+    Gated(Arc<ProvisioningGate>),
 }
 
 #[derive(Debug, Clone)]
-enum State {
+enum LazyState {
     Idle,
     Connecting,
     Connected(ExecServerClient),
@@ -73,17 +73,17 @@ impl Readiness {
     }
 }
 
-impl Lazy {
-    pub(super) fn new(id: &str, way: Way) -> Self {
+impl LazySession {
+    pub(super) fn new(id: &str, way: TargetSource) -> Self {
         Self {
             id: id.to_owned(),
             way,
-            state: watch::channel(State::Idle).0,
+            state: watch::channel(LazyState::Idle).0,
             attempt: Mutex::default(),
         }
     }
 
-    pub(super) fn way(&self) -> &Way {
+    pub(super) fn way(&self) -> &TargetSource {
         &self.way
     }
 
@@ -97,19 +97,19 @@ impl Lazy {
         let mut attempt = self.attempt.lock();
         let begun = self.state.send_if_modified(|state| {
             let begin = match state {
-                State::Idle => true,
-                State::Connecting => false,
-                State::Connected(client) => is_lost(client),
-                State::Failed(error) => error.is_transient(),
+                LazyState::Idle => true,
+                LazyState::Connecting => false,
+                LazyState::Connected(client) => is_lost(client),
+                LazyState::Failed(error) => error.is_transient(),
             };
             if begin {
-                *state = State::Connecting;
+                *state = LazyState::Connecting;
             }
             begin
         });
         if begun {
             let (id, way) = (self.id.clone(), self.way.clone());
-            let outcome = Outcome(self.state.clone());
+            let outcome = OutcomeGuard(self.state.clone());
             // The task ends with its outcome, or when the last user of this session is dropped.
             *attempt = Some(AbortOnDropHandle::new(runtime.spawn(async move {
                 outcome.tell(connect(&id, way).await);
@@ -124,16 +124,16 @@ impl Lazy {
         self.begin();
         loop {
             let seen = states
-                .wait_for(|state| !matches!(state, State::Connecting))
+                .wait_for(|state| !matches!(state, LazyState::Connecting))
                 .await;
             let state = match seen {
                 Ok(state) => state.clone(),
                 // `self.state` keeps the sender open, so that this does not happen.
-                Err(_) => State::Idle,
+                Err(_) => LazyState::Idle,
             };
             match state {
-                State::Connected(client) if !is_lost(&client) => return Ok(client),
-                State::Failed(source) => {
+                LazyState::Connected(client) if !is_lost(&client) => return Ok(client),
+                LazyState::Failed(source) => {
                     return Err(ExecServerError::Environment {
                         id: self.id.clone(),
                         source,
@@ -147,31 +147,31 @@ impl Lazy {
     /// The session, if it is open now.
     pub(super) fn current(&self) -> Option<ExecServerClient> {
         match &*self.state.borrow() {
-            State::Connected(client) if !is_lost(client) => Some(client.clone()),
+            LazyState::Connected(client) if !is_lost(client) => Some(client.clone()),
             _ => None,
         }
     }
 
     pub(super) fn readiness(&self) -> Readiness {
         match &*self.state.borrow() {
-            State::Idle => Readiness::Idle,
-            State::Connecting => Readiness::Starting,
-            State::Connected(client) => match client.state() {
+            LazyState::Idle => Readiness::Idle,
+            LazyState::Connecting => Readiness::Starting,
+            LazyState::Connected(client) => match client.state() {
                 ConnectionState::Connected => Readiness::Ready,
                 ConnectionState::Recovering => Readiness::Recovering,
                 ConnectionState::Failed(why) => {
                     Readiness::Failed(Arc::new(ExecServerError::Closed(why)))
                 }
             },
-            State::Failed(error) => Readiness::Failed(Arc::clone(error)),
+            LazyState::Failed(error) => Readiness::Failed(Arc::clone(error)),
         }
     }
 }
 
-async fn connect(id: &str, way: Way) -> Result<ExecServerClient, ExecServerError> {
+async fn connect(id: &str, way: TargetSource) -> Result<ExecServerClient, ExecServerError> {
     let connect = match way {
-        Way::Known(connect) => connect,
-        Way::Gated(gate) => gate.opened().await.map_err(|reason| {
+        TargetSource::Known(connect) => connect,
+        TargetSource::Gated(gate) => gate.opened().await.map_err(|reason| {
             let id = id.to_owned();
             ExecServerError::Provisioning { id, reason }
         })?,
@@ -185,24 +185,24 @@ async fn connect(id: &str, way: Way) -> Result<ExecServerClient, ExecServerError
 
 /// Publishes the outcome of a connection attempt. Dropping it publishes a failure, so that a
 /// cancelled attempt does not leave the state `Connecting`.
-struct Outcome(watch::Sender<State>);
+struct OutcomeGuard(watch::Sender<LazyState>);
 
-impl Outcome {
+impl OutcomeGuard {
     fn tell(self, outcome: Result<ExecServerClient, ExecServerError>) {
         self.0.send_replace(match outcome {
-            Ok(client) => State::Connected(client),
-            Err(error) => State::Failed(Arc::new(error)),
+            Ok(client) => LazyState::Connected(client),
+            Err(error) => LazyState::Failed(Arc::new(error)),
         });
     }
 }
 
-impl Drop for Outcome {
+impl Drop for OutcomeGuard {
     fn drop(&mut self) {
         self.0.send_if_modified(|state| {
-            let unfinished = matches!(state, State::Connecting);
+            let unfinished = matches!(state, LazyState::Connecting);
             if unfinished {
                 let why = "connecting was given up".into();
-                *state = State::Failed(Arc::new(ExecServerError::Closed(why)));
+                *state = LazyState::Failed(Arc::new(ExecServerError::Closed(why)));
             }
             unfinished
         });

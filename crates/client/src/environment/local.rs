@@ -5,7 +5,7 @@ use std::sync::Arc;
 use exec_server_engine::capability;
 use exec_server_engine::host;
 use exec_server_executor::Executor;
-use exec_server_executor::sandbox::files::Intent;
+use exec_server_executor::sandbox::files::FileIntent;
 use exec_server_protocol::capability::{DiscoveredRoot, MAX_ROOTS, PARALLEL_ROOTS, RootParams};
 use exec_server_protocol::codes;
 use exec_server_protocol::environment::EnvironmentInfo;
@@ -15,12 +15,12 @@ use crate::error::ExecServerError;
 
 /// Facts and capability discovery of the local machine.
 #[derive(Debug)]
-pub(super) struct Here {
+pub(super) struct LocalMachine {
     executor: Executor,
     info: EnvironmentInfo,
 }
 
-impl Here {
+impl LocalMachine {
     pub(super) fn new(executor: Executor) -> Self {
         let info = host::describe(&executor.config().environment);
         Self { executor, info }
@@ -48,7 +48,7 @@ impl Here {
             let permit = Arc::clone(&parallel).acquire_owned().await;
             let executor = self.executor.clone();
             looking.push(tokio::task::spawn_blocking(move || {
-                let found = match executor.files(sandbox, Intent::Read) {
+                let found = match executor.files(sandbox, FileIntent::Read) {
                     Ok(files) => capability::discover(&files, id, path, &|| false),
                     Err(error) => DiscoveredRoot {
                         error: Some(error.to_string()),

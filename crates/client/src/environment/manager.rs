@@ -8,9 +8,9 @@ use std::sync::Arc;
 use exec_server_sync::Mutex;
 
 use super::connect::Connect;
-use super::gate::{Gate, ReadyReport, ReportError};
 use super::handle::Environment;
 use super::id::{self, EnvironmentIdError, LOCAL};
+use super::provisioning::{ProvisioningGate, ReadyReport, ReportError};
 use super::source::{EnvironmentList, EnvironmentProvider, EnvironmentSourceError};
 use super::step::Attachments;
 
@@ -34,20 +34,20 @@ use super::step::Attachments;
 /// ```
 #[derive(Debug, Clone)]
 pub struct EnvironmentManager {
-    shared: Arc<Mutex<Known>>,
+    shared: Arc<Mutex<ManagedEnvironments>>,
 }
 
 #[derive(Debug, Default)]
-struct Known {
+struct ManagedEnvironments {
     /// In the order of insertion; a replacement keeps its position.
     handles: Vec<Arc<Environment>>,
     default: Option<String>,
     /// Readiness of externally provisioned environments. A report may arrive before the environment
     /// is requested.
-    gates: BTreeMap<String, Arc<Gate>>,
+    gates: BTreeMap<String, Arc<ProvisioningGate>>,
 }
 
-impl Known {
+impl ManagedEnvironments {
     fn get(&self, id: &str) -> Option<&Arc<Environment>> {
         self.handles.iter().find(|handle| handle.id() == id)
     }
@@ -96,7 +96,7 @@ pub enum EnvironmentError {
 impl EnvironmentManager {
     /// Creates the environments of a list; `local` is this machine, for lists that include it.
     ///
-    /// With a tokio runtime, targets with [`Start::AtOnce`](super::connect::Start::AtOnce) begin to
+    /// With a tokio runtime, targets with [`Start::AtOnce`](super::connect::ConnectTime::AtOnce) begin to
     /// connect immediately. Targets that must start a program connect on first use.
     ///
     /// # Errors
@@ -123,7 +123,7 @@ impl EnvironmentManager {
         list: EnvironmentList,
         local: Option<Environment>,
     ) -> Result<Self, EnvironmentError> {
-        let mut known = Known::default();
+        let mut known = ManagedEnvironments::default();
         if list.include_local {
             known.put(Arc::new(local.ok_or(EnvironmentError::NoLocal)?));
         }
@@ -262,7 +262,7 @@ impl EnvironmentManager {
             };
         }
         let gate = known.gates.entry(id.to_owned());
-        let gate = Arc::clone(gate.or_insert_with(|| Arc::new(Gate::new())));
+        let gate = Arc::clone(gate.or_insert_with(|| Arc::new(ProvisioningGate::new())));
         let handle = Arc::new(Environment::gated(id, gate));
         known.put(Arc::clone(&handle));
         Ok(handle)
@@ -297,7 +297,7 @@ impl EnvironmentManager {
 
     /// The readiness of an id. `None` if the environment is not externally provisioned; an unknown
     /// id is treated as externally provisioned.
-    fn gate(&self, id: &str) -> Result<Option<Arc<Gate>>, EnvironmentError> {
+    fn gate(&self, id: &str) -> Result<Option<Arc<ProvisioningGate>>, EnvironmentError> {
         id::check(id)?;
         let mut known = self.shared.lock();
         if known.get(id).is_some() && !known.gates.contains_key(id) {
@@ -305,7 +305,7 @@ impl EnvironmentManager {
         }
         let gate = known.gates.entry(id.to_owned());
         Ok(Some(Arc::clone(
-            gate.or_insert_with(|| Arc::new(Gate::new())),
+            gate.or_insert_with(|| Arc::new(ProvisioningGate::new())),
         )))
     }
 

@@ -2,20 +2,20 @@
 //!
 //! Contains the definitions ([`EnvironmentsFile`], [`ConfiguredEnvironments`]), the connection
 //! targets ([`connect`]), the shared handles ([`EnvironmentManager`], [`Environment`]) and the
-//! snapshot that one agent step uses ([`Step`]).
+//! snapshot that one agent step uses ([`EnvironmentStep`]).
 #![doc = include_str!("../../../../docs/embedding.md")]
 
 pub mod connect;
 mod discovery;
 mod file;
 mod files;
-mod gate;
 mod handle;
 mod id;
 mod lazy;
 #[cfg(feature = "local")]
 mod local;
 mod manager;
+mod provisioning;
 #[cfg(feature = "registry")]
 mod registry;
 mod roots;
@@ -26,11 +26,11 @@ pub use discovery::{CapabilityCache, DiscoveredRoots};
 pub use file::{
     DefaultEnvironment, EnvironmentEntry, EnvironmentsFile, EnvironmentsFileError, FILE_NAME,
 };
-pub use gate::{ReadyReport, ReportError};
 pub use handle::{Environment, EnvironmentStatus};
 pub use id::{EnvironmentIdError, LOCAL, REMOTE};
 pub use lazy::Readiness;
 pub use manager::{EnvironmentError, EnvironmentManager};
+pub use provisioning::{ReadyReport, ReportError};
 pub use roots::{
     CapabilityRootLocation, CapabilitySelection, MAX_SELECTED_CAPABILITY_ROOTS, MergedRoots,
     ResolvedCapabilityRoot, RootInspection, RootOwner, SelectedCapabilityRoot, merge_roots,
@@ -39,4 +39,4 @@ pub use source::{
     ConfiguredEnvironments, EnvironmentList, EnvironmentProvider, EnvironmentSourceError,
     HOME_VARIABLE, URL_VARIABLE,
 };
-pub use step::{Attachments, Captured, Step};
+pub use step::{Attachments, CapturedEnvironment, EnvironmentStep};

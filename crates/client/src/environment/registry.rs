@@ -11,7 +11,7 @@ use crate::dial::DialError;
 use crate::error::{ExecServerError, Reply};
 use crate::options::ExecServerClientConnectOptions;
 use crate::registry::{
-    KnownEnvironments, RegistryAuth, RegistryConnectArgs, RegistryTarget, RegistryUrl, Trust,
+    KeyTrust, KnownEnvironments, RegistryAuth, RegistryConnectArgs, RegistryTarget, RegistryUrl,
 };
 
 /// Registry entry of an environment. Its keys are read or generated on first connection.
@@ -35,7 +35,8 @@ impl RegistryEntry {
         // The explicit scheme `registry+http:` is the consent to plain HTTP.
         args.registry.danger_plain_http = true;
         if let Some(state) = self.state.clone() {
-            args.trust = Trust::FirstUse(KnownEnvironments::new(state.join("known_environments")));
+            args.trust =
+                KeyTrust::FirstUse(KnownEnvironments::new(state.join("known_environments")));
             let keys = state.join("harness.identity");
             let read = tokio::task::spawn_blocking(move || identity::load_or_create(&keys)).await;
             args.identity = read

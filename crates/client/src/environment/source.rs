@@ -418,9 +418,9 @@ fn is_none(url: &str) -> bool {
 mod tests {
     use super::*;
 
-    struct Home(tempfile::TempDir);
+    struct HomeFixture(tempfile::TempDir);
 
-    impl Home {
+    impl HomeFixture {
         fn new() -> Self {
             Self(tempfile::tempdir().unwrap())
         }
@@ -464,7 +464,7 @@ mod tests {
 
     #[test]
     fn load_with_url_variables_only_selects_one_environment() {
-        let home = Home::new();
+        let home = HomeFixture::new();
         assert_eq!(home.ids(&[]), ids(&["local"], Some("local")));
         for (own, codex) in [("EXEC_SERVER_URL", true), ("CODEX_EXEC_SERVER_URL", false)] {
             assert_eq!(home.ids(&[(own, " ")]), ids(&["local"], Some("local")));
@@ -486,7 +486,7 @@ mod tests {
 
     #[test]
     fn token_and_pin_apply_only_to_own_url_variable() {
-        let home = Home::new();
+        let home = HomeFixture::new();
         let shown = |variables: &[(&str, &str)]| {
             format!("{:?}", home.load(variables).unwrap().environments)
         };
@@ -513,7 +513,7 @@ mod tests {
     #[cfg(feature = "registry")]
     #[test]
     fn registry_variables_take_precedence_and_must_be_complete() {
-        let home = Home::new();
+        let home = HomeFixture::new();
         home.write(".config/exec-server", "colour = 1");
         let names = [
             "REGISTRY_URL",
@@ -556,7 +556,7 @@ mod tests {
             home.load(&[("EXEC_SERVER_NOISE_CHATGPT_ACCOUNT_ID", "a")])
                 .is_err()
         );
-        let home = Home::new();
+        let home = HomeFixture::new();
         let list = home
             .load(&[("EXEC_SERVER_URL", "registry://meet.example/x")])
             .unwrap();
@@ -570,7 +570,7 @@ mod tests {
 
     #[test]
     fn file_overrides_codex_url_and_own_url_overrides_file() {
-        let home = Home::new();
+        let home = HomeFixture::new();
         home.write(
             ".config/exec-server",
             "[[environments]]\nid = 'worker'\nurl = 'ws://w:1'",
@@ -591,7 +591,7 @@ mod tests {
 
     #[test]
     fn file_lookup_prefers_explicit_home_then_xdg_then_codex() {
-        let home = Home::new();
+        let home = HomeFixture::new();
         let entry = |id: &str| format!("[[environments]]\nid = '{id}'\nurl = 'ws://w:1'");
         let codex = home.at("codex");
         let own = home.at("own");

@@ -43,25 +43,27 @@ impl Attachments {
     }
 
     /// Captures which environments are ready and which are still starting. Failed ones are omitted.
-    pub fn step(&self) -> Step {
+    pub fn step(&self) -> EnvironmentStep {
         let mut captured = Vec::with_capacity(self.handles.len());
         for handle in &self.handles {
             let capture = match handle.readiness() {
                 // While a connection recovers, requests wait in the session, so the environment is
                 // usable.
-                Readiness::Ready | Readiness::Recovering => Captured::Ready(Arc::clone(handle)),
-                Readiness::Idle | Readiness::Starting => Captured::Starting,
+                Readiness::Ready | Readiness::Recovering => {
+                    CapturedEnvironment::Ready(Arc::clone(handle))
+                }
+                Readiness::Idle | Readiness::Starting => CapturedEnvironment::Starting,
                 Readiness::Failed(_) => continue,
             };
             captured.push((handle.id().to_owned(), capture));
         }
-        Step { captured }
+        EnvironmentStep { captured }
     }
 }
 
 /// Environment as captured by one step.
 #[derive(Debug, Clone)]
-pub enum Captured {
+pub enum CapturedEnvironment {
     /// The environment is ready; the step uses this handle only.
     Ready(Arc<Environment>),
     /// The environment is not usable in this step, but may be in the next.
@@ -72,31 +74,31 @@ pub enum Captured {
 ///
 /// ```no_run
 /// # async fn example(manager: exec_server_client::environment::EnvironmentManager) {
-/// use exec_server_client::environment::Captured;
+/// use exec_server_client::environment::CapturedEnvironment;
 ///
 /// let ids = manager.default_ids();
 /// let work = manager.attach(ids.iter().map(String::as_str));
 /// let step = work.step();
-/// if let Some(Captured::Ready(worker)) = step.get("worker") {
+/// if let Some(CapturedEnvironment::Ready(worker)) = step.get("worker") {
 ///     // Even if `manager.add("worker", …)` comes now, this step keeps its handle.
 ///     println!("{:?}", worker.info().await);
 /// }
 /// # }
 /// ```
 #[derive(Debug, Clone, Default)]
-pub struct Step {
-    captured: Vec<(String, Captured)>,
+pub struct EnvironmentStep {
+    captured: Vec<(String, CapturedEnvironment)>,
 }
 
-impl Step {
+impl EnvironmentStep {
     /// The captured state of an environment, if it was captured.
-    pub fn get(&self, id: &str) -> Option<&Captured> {
+    pub fn get(&self, id: &str) -> Option<&CapturedEnvironment> {
         let found = self.captured.iter().find(|(other, _)| other == id)?;
         Some(&found.1)
     }
 
     /// All captured environments, in order.
-    pub fn captured(&self) -> impl Iterator<Item = (&str, &Captured)> {
+    pub fn captured(&self) -> impl Iterator<Item = (&str, &CapturedEnvironment)> {
         self.captured
             .iter()
             .map(|(id, captured)| (id.as_str(), captured))
@@ -107,8 +109,8 @@ impl Step {
         self.captured
             .iter()
             .filter_map(|(_, captured)| match captured {
-                Captured::Ready(handle) => Some(handle),
-                Captured::Starting => None,
+                CapturedEnvironment::Ready(handle) => Some(handle),
+                CapturedEnvironment::Starting => None,
             })
     }
 
@@ -124,7 +126,7 @@ impl Step {
         roots: &[SelectedCapabilityRoot],
     ) -> Vec<ResolvedCapabilityRoot> {
         // Look up each environment once, so that all its roots get the same result.
-        let mut found: BTreeMap<&str, Look> = BTreeMap::new();
+        let mut found: BTreeMap<&str, RootLookup> = BTreeMap::new();
         for root in roots {
             let id = root.environment_id();
             found.entry(id).or_insert_with(|| self.look(manager, id));
@@ -133,13 +135,13 @@ impl Step {
         let mut handles: BTreeMap<&str, Arc<Environment>> = BTreeMap::new();
         for (id, look) in found {
             match look {
-                Look::Ready(handle) => drop(handles.insert(id, handle)),
-                Look::Retrying(handle) => {
+                RootLookup::Ready(handle) => drop(handles.insert(id, handle)),
+                RootLookup::Retrying(handle) => {
                     if handle.ready().await.is_ok() {
                         handles.insert(id, handle);
                     }
                 }
-                Look::Unavailable => {}
+                RootLookup::Unavailable => {}
             }
         }
         let resolved = roots.iter().filter_map(|root| {
@@ -151,27 +153,29 @@ impl Step {
         resolved.collect()
     }
 
-    fn look(&self, manager: &EnvironmentManager, id: &str) -> Look {
+    fn look(&self, manager: &EnvironmentManager, id: &str) -> RootLookup {
         match self.get(id) {
-            Some(Captured::Ready(handle)) => return Look::Ready(Arc::clone(handle)),
-            Some(Captured::Starting) => return Look::Unavailable,
+            Some(CapturedEnvironment::Ready(handle)) => {
+                return RootLookup::Ready(Arc::clone(handle));
+            }
+            Some(CapturedEnvironment::Starting) => return RootLookup::Unavailable,
             None => {}
         }
         let Some(handle) = manager.get(id) else {
-            return Look::Unavailable;
+            return RootLookup::Unavailable;
         };
         let before = handle.readiness();
         handle.begin();
         match before {
-            Readiness::Ready | Readiness::Recovering => Look::Ready(handle),
-            Readiness::Failed(_) => Look::Retrying(handle),
-            Readiness::Idle | Readiness::Starting => Look::Unavailable,
+            Readiness::Ready | Readiness::Recovering => RootLookup::Ready(handle),
+            Readiness::Failed(_) => RootLookup::Retrying(handle),
+            Readiness::Idle | Readiness::Starting => RootLookup::Unavailable,
         }
     }
 }
 
 /// Lookup result of an environment that a root needs.
-enum Look {
+enum RootLookup {
     Ready(Arc<Environment>),
     Retrying(Arc<Environment>),
     Unavailable,

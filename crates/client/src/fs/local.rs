@@ -11,9 +11,9 @@ use std::task::Poll;
 
 use bytes::Bytes;
 use exec_server_engine::ApiError;
-use exec_server_executor::fs::watch::{Hub, Missing, Subscription};
+use exec_server_executor::fs::watch::{MissingPathWait, WatchHub, WatchSubscription};
 use exec_server_executor::fs::{FsError, OpenFile};
-use exec_server_executor::sandbox::files::{Files, Intent};
+use exec_server_executor::sandbox::files::{FileIntent, PolicyFiles};
 use exec_server_executor::{Executor, ExecutorConfig};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{FsRequest, FsResponse, OpenMode};
@@ -26,7 +26,8 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::{
     Block, ChangeBatch, ChangeSource, ExecutorFileSystem, Feature, FileBlocks, FileChanges,
-    FileReader, FileWriter, MissingWatch, ReadStream, Watch, WriteMode, WriteStream,
+    FileReader, FileWriter, MissingWatch, ReadStreamOptions, WatchOptions, WriteMode,
+    WriteStreamOptions,
 };
 use crate::error::{ExecServerError, Reply};
 
@@ -53,7 +54,7 @@ pub struct LocalFileSystem {
     /// Starts confined processes; created on first use, unless the caller passed one.
     executor: Arc<OnceLock<Executor>>,
     /// Directory watcher that all clones share.
-    hub: Arc<Hub>,
+    hub: Arc<WatchHub>,
     /// Task of the only active [`ExecutorFileSystem::watch_missing`]. Never held across an await.
     missing: Arc<Mutex<Option<AbortOnDropHandle<()>>>>,
 }
@@ -88,8 +89,8 @@ impl LocalFileSystem {
         &self,
         path: &PathUri,
         sandbox: Option<Sandbox>,
-        intent: Intent,
-    ) -> Result<(PathBuf, Files), ExecServerError> {
+        intent: FileIntent,
+    ) -> Result<(PathBuf, PolicyFiles), ExecServerError> {
         let files = self.executor()?.files(sandbox, intent)?;
         let native = path
             .to_native()
@@ -104,8 +105,8 @@ impl LocalFileSystem {
         sandbox: Option<Sandbox>,
     ) -> Result<Arc<LocalFile>, ExecServerError> {
         let intent = match mode {
-            OpenMode::Read => Intent::Read,
-            OpenMode::Replace | OpenMode::Update | OpenMode::Atomic => Intent::Write,
+            OpenMode::Read => FileIntent::Read,
+            OpenMode::Replace | OpenMode::Update | OpenMode::Atomic => FileIntent::Write,
         };
         let (path, files) = self.admit(path, sandbox, intent)?;
         let file = blocking(move || Ok(files.open(&path, mode)?)).await?;
@@ -134,9 +135,9 @@ async fn blocking<T: Send + 'static>(
 
 /// Cancellation flag: set when the future that waits for the operation is dropped.
 #[derive(Debug, Default)]
-struct Tell(Arc<AtomicBool>);
+struct CancelOnDrop(Arc<AtomicBool>);
 
-impl Drop for Tell {
+impl Drop for CancelOnDrop {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -157,21 +158,29 @@ impl ExecutorFileSystem for LocalFileSystem {
             if let Some(answer) = files.call_at_once(&request, AT_ONCE_BYTES) {
                 return Ok(answer?.into_response()?);
             }
-            let tell = Tell::default();
+            let tell = CancelOnDrop::default();
             let flag = Arc::clone(&tell.0);
             let cancelled = move || flag.load(Ordering::Relaxed);
             blocking(move || Ok(files.call(request, &cancelled)?.into_response()?)).await
         })
     }
 
-    fn open_read<'a>(&'a self, path: &'a PathUri, options: ReadStream) -> Reply<'a, FileReader> {
+    fn open_read<'a>(
+        &'a self,
+        path: &'a PathUri,
+        options: ReadStreamOptions,
+    ) -> Reply<'a, FileReader> {
         Box::pin(async move {
             let file = self.open(path, OpenMode::Read, options.sandbox).await?;
             Ok(FileReader::new(file, options.offset))
         })
     }
 
-    fn open_write<'a>(&'a self, path: &'a PathUri, options: WriteStream) -> Reply<'a, FileWriter> {
+    fn open_write<'a>(
+        &'a self,
+        path: &'a PathUri,
+        options: WriteStreamOptions,
+    ) -> Reply<'a, FileWriter> {
         Box::pin(async move {
             let mode = match options.mode {
                 WriteMode::Atomic => OpenMode::Atomic,
@@ -183,14 +192,14 @@ impl ExecutorFileSystem for LocalFileSystem {
         })
     }
 
-    fn watch<'a>(&'a self, path: &'a PathUri, options: Watch) -> Reply<'a, FileChanges> {
+    fn watch<'a>(&'a self, path: &'a PathUri, options: WatchOptions) -> Reply<'a, FileChanges> {
         Box::pin(async move {
-            let (path, files) = self.admit(path, options.sandbox.clone(), Intent::Read)?;
+            let (path, files) = self.admit(path, options.sandbox.clone(), FileIntent::Read)?;
             files.check_watchable()?;
-            let tell = Tell::default();
+            let tell = CancelOnDrop::default();
             let (hub, cancelled) = (Arc::clone(&self.hub), Arc::clone(&tell.0));
             let subscription = blocking(move || {
-                let Watch {
+                let WatchOptions {
                     recursive,
                     ignore,
                     debounce,
@@ -220,7 +229,8 @@ impl ExecutorFileSystem for LocalFileSystem {
             else {
                 return Ok(None);
             };
-            let Some(watch) = blocking(move || Ok(Missing::start(paths, present)?)).await? else {
+            let Some(watch) = blocking(move || Ok(MissingPathWait::start(paths, present)?)).await?
+            else {
                 return Ok(None);
             };
             let (mut sender, receiver) = oneshot::channel();
@@ -242,7 +252,7 @@ impl ExecutorFileSystem for LocalFileSystem {
 
 /// Change source of a watch on this machine.
 #[derive(Debug)]
-struct LocalChanges(Subscription);
+struct LocalChanges(WatchSubscription);
 
 impl ChangeSource for LocalChanges {
     fn recv(&mut self) -> BoxFuture<'_, Option<ChangeBatch>> {
@@ -313,10 +323,10 @@ impl FileBlocks for LocalFile {
 #[cfg(test)]
 mod tests {
     use exec_server_protocol::codes;
-    use exec_server_protocol::sandbox::{FileSystem, Network, Permissions};
+    use exec_server_protocol::sandbox::{FilePermissions, NetworkPermission, Permissions};
 
     use super::*;
-    use crate::fs::{Access, Links, uri};
+    use crate::fs::{AccessOptions, Links, uri};
 
     #[tokio::test]
     async fn read_under_policy_without_launcher_is_refused() {
@@ -325,11 +335,11 @@ mod tests {
         std::fs::write(&path, "x").unwrap();
         let path = uri(&path).unwrap();
         let nothing = Sandbox::new(Permissions::Managed {
-            file_system: FileSystem::Restricted {
+            file_system: FilePermissions::Restricted {
                 entries: Vec::new(),
                 glob_scan_max_depth: None,
             },
-            network: Network::Restricted,
+            network: NetworkPermission::Restricted,
         });
         let files = LocalFileSystem::new();
         for (sandbox, allowed) in [
@@ -337,7 +347,7 @@ mod tests {
             (Some(Sandbox::new(Permissions::Disabled)), true),
             (Some(nothing), false),
         ] {
-            let access = Access {
+            let access = AccessOptions {
                 links: Links::Follow,
                 sandbox,
             };

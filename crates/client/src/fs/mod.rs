@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server_protocol::fs::{
-    self as wire, DirectoryEntry, FsMethod, FsRequest, FsResponse, HashResult, Metadata,
+    self as wire, DirectoryEntry, FsMethod, FsRequest, FsResponse, HashResult, MetadataResult,
     SearchResult, WalkOptions, WalkResult, WatchIgnore,
 };
 use exec_server_protocol::method::Empty;
@@ -77,7 +77,11 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     /// # Errors
     ///
     /// When it is not a regular file or cannot be opened.
-    fn open_read<'a>(&'a self, path: &'a PathUri, options: ReadStream) -> Reply<'a, FileReader>;
+    fn open_read<'a>(
+        &'a self,
+        path: &'a PathUri,
+        options: ReadStreamOptions,
+    ) -> Reply<'a, FileReader>;
 
     /// Opens a file for writing as a stream.
     ///
@@ -85,14 +89,18 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     ///
     /// When it cannot be opened; [`ExecServerError::Unsupported`] for a write mode that the server
     /// lacks.
-    fn open_write<'a>(&'a self, path: &'a PathUri, options: WriteStream) -> Reply<'a, FileWriter>;
+    fn open_write<'a>(
+        &'a self,
+        path: &'a PathUri,
+        options: WriteStreamOptions,
+    ) -> Reply<'a, FileWriter>;
 
     /// Reports changes below a path until the returned stream is dropped.
     ///
     /// # Errors
     ///
     /// When the path cannot be watched, or [`ExecServerError::Unsupported`].
-    fn watch<'a>(&'a self, path: &'a PathUri, options: Watch) -> Reply<'a, FileChanges>;
+    fn watch<'a>(&'a self, path: &'a PathUri, options: WatchOptions) -> Reply<'a, FileChanges>;
 
     /// Reports once when one of the `missing` paths is created, or `present` changes.
     ///
@@ -113,7 +121,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     /// # Errors
     ///
     /// When it is not a regular file or cannot be read.
-    fn read_file<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Bytes> {
+    fn read_file<'a>(&'a self, path: &'a PathUri, options: AccessOptions) -> Reply<'a, Bytes> {
         let params = wire::ReadFileParams {
             path: path.clone(),
             follow_symlinks: options.links.follow(),
@@ -157,7 +165,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     fn create_directory<'a>(
         &'a self,
         path: &'a PathUri,
-        options: CreateDirectory,
+        options: CreateDirectoryOptions,
     ) -> Reply<'a, ()> {
         let params = wire::CreateDirectoryParams {
             path: path.clone(),
@@ -174,7 +182,11 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     /// # Errors
     ///
     /// When the path does not exist, or [`Links::Refuse`] meets a link.
-    fn metadata<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Metadata> {
+    fn metadata<'a>(
+        &'a self,
+        path: &'a PathUri,
+        options: AccessOptions,
+    ) -> Reply<'a, MetadataResult> {
         let params = wire::GetMetadataParams {
             path: path.clone(),
             follow_symlinks: options.links.follow(),
@@ -207,7 +219,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     fn read_directory<'a>(
         &'a self,
         path: &'a PathUri,
-        options: ReadDirectory,
+        options: ReadDirectoryOptions,
     ) -> Reply<'a, Vec<DirectoryEntry>> {
         let mut next = Some(pages::directory(path, options));
         Box::pin(async move {
@@ -228,7 +240,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     ///
     /// When the path does not exist; entries below it that cannot be read are reported in the
     /// result.
-    fn walk<'a>(&'a self, path: &'a PathUri, options: Walk) -> Reply<'a, WalkResult> {
+    fn walk<'a>(&'a self, path: &'a PathUri, options: TreeWalkOptions) -> Reply<'a, WalkResult> {
         let params = wire::WalkParams {
             path: path.clone(),
             options: options.bounds(),
@@ -244,7 +256,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     /// # Errors
     ///
     /// When it cannot be removed.
-    fn remove<'a>(&'a self, path: &'a PathUri, options: Remove) -> Reply<'a, ()> {
+    fn remove<'a>(&'a self, path: &'a PathUri, options: RemoveOptions) -> Reply<'a, ()> {
         let params = wire::RemoveParams {
             path: path.clone(),
             recursive: options.recursive,
@@ -260,7 +272,12 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     /// # Errors
     ///
     /// When the copy fails.
-    fn copy<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, options: Copy) -> Reply<'a, ()> {
+    fn copy<'a>(
+        &'a self,
+        from: &'a PathUri,
+        to: &'a PathUri,
+        options: CopyOptions,
+    ) -> Reply<'a, ()> {
         let params = wire::CopyParams {
             source_path: from.clone(),
             destination_path: to.clone(),
@@ -276,7 +293,12 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     /// # Errors
     ///
     /// When the target exists and must not be replaced, or [`ExecServerError::Unsupported`].
-    fn rename<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, options: Rename) -> Reply<'a, ()> {
+    fn rename<'a>(
+        &'a self,
+        from: &'a PathUri,
+        to: &'a PathUri,
+        options: RenameOptions,
+    ) -> Reply<'a, ()> {
         let params = wire::RenameParams {
             from: from.clone(),
             to: to.clone(),
@@ -326,7 +348,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     /// # Errors
     ///
     /// When the file cannot be read, or [`ExecServerError::Unsupported`].
-    fn hash<'a>(&'a self, path: &'a PathUri, options: Hash) -> Reply<'a, HashResult> {
+    fn hash<'a>(&'a self, path: &'a PathUri, options: HashOptions) -> Reply<'a, HashResult> {
         let params = wire::HashParams {
             path: path.clone(),
             length: options.length,
@@ -344,7 +366,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         &'a self,
         path: &'a PathUri,
         pattern: &'a str,
-        options: Search,
+        options: SearchOptions,
     ) -> Reply<'a, SearchResult> {
         let params = wire::SearchParams {
             path: path.clone(),
@@ -392,7 +414,7 @@ pub enum Feature {
     Metadata,
     /// [`ExecutorFileSystem::create_symlink`].
     CreateSymlink,
-    /// [`ReadDirectory::links`].
+    /// [`ReadDirectoryOptions::links`].
     ListLinks,
     /// Paged listings of any size: [`DirectoryPages`] and [`WalkPages`].
     Pages,
@@ -424,7 +446,7 @@ impl Links {
 
 /// Options for access to one path.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Access {
+pub struct AccessOptions {
     /// Whether links are followed.
     pub links: Links,
     /// Sandbox policy of the operation.
@@ -447,7 +469,7 @@ pub struct WriteOptions {
 
 /// Options for reading a stream.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct ReadStream {
+pub struct ReadStreamOptions {
     /// File offset of the first byte.
     pub offset: u64,
     /// Sandbox policy of the operation.
@@ -456,7 +478,7 @@ pub struct ReadStream {
 
 /// Options for writing a stream.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct WriteStream {
+pub struct WriteStreamOptions {
     /// How the file is written: atomically or in place.
     pub mode: WriteMode,
     /// File offset of the first byte; a gap before it reads as zeros.
@@ -480,7 +502,7 @@ pub enum WriteMode {
 
 /// Options for creating a directory.
 #[derive(Debug, Clone, PartialEq)]
-pub struct CreateDirectory {
+pub struct CreateDirectoryOptions {
     /// Create missing parents too, and accept an existing directory; the default.
     pub recursive: bool,
     /// Whether links are followed.
@@ -489,7 +511,7 @@ pub struct CreateDirectory {
     pub sandbox: Option<Sandbox>,
 }
 
-impl Default for CreateDirectory {
+impl Default for CreateDirectoryOptions {
     fn default() -> Self {
         Self {
             recursive: true,
@@ -501,7 +523,7 @@ impl Default for CreateDirectory {
 
 /// Options for listing a directory.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct ReadDirectory {
+pub struct ReadDirectoryOptions {
     /// List links as links, with their targets and including dangling ones; needs
     /// [`Feature::ListLinks`].
     pub links: bool,
@@ -511,7 +533,7 @@ pub struct ReadDirectory {
 
 /// Limits and options of a walk; the default limits are the highest allowed.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Walk {
+pub struct TreeWalkOptions {
     /// Maximum number of directories between the root and a listed entry; 0 lists the root's
     /// children only.
     pub max_depth: usize,
@@ -527,7 +549,7 @@ pub struct Walk {
     pub sandbox: Option<Sandbox>,
 }
 
-impl Default for Walk {
+impl Default for TreeWalkOptions {
     fn default() -> Self {
         // The highest limits that compatible servers allow.
         Self {
@@ -541,7 +563,7 @@ impl Default for Walk {
     }
 }
 
-impl Walk {
+impl TreeWalkOptions {
     /// Returns the limits as on the wire.
     fn bounds(&self) -> WalkOptions {
         WalkOptions {
@@ -556,7 +578,7 @@ impl Walk {
 
 /// Options for removing; by default one existing file, link or empty directory.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Remove {
+pub struct RemoveOptions {
     /// Remove a directory with all its content.
     pub recursive: bool,
     /// Do not fail if the path is missing.
@@ -569,7 +591,7 @@ pub struct Remove {
 
 /// Options for copying.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Copy {
+pub struct CopyOptions {
     /// Copy a directory with all its content.
     pub recursive: bool,
     /// Sandbox policy of the operation.
@@ -578,7 +600,7 @@ pub struct Copy {
 
 /// Options for renaming.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Rename {
+pub struct RenameOptions {
     /// Replace an existing target.
     pub overwrite: bool,
     /// Sandbox policy of the operation.
@@ -600,7 +622,7 @@ pub struct SetMetadata {
 
 /// Options for hashing.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Hash {
+pub struct HashOptions {
     /// Number of bytes to hash from the beginning; the whole file if absent.
     pub length: Option<u64>,
     /// Sandbox policy of the operation.
@@ -609,7 +631,7 @@ pub struct Hash {
 
 /// Options for searching.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Search {
+pub struct SearchOptions {
     /// Interpret the pattern as a regular expression; the default.
     pub regex: bool,
     /// Distinguish upper case from lower case; the default.
@@ -626,7 +648,7 @@ pub struct Search {
     pub sandbox: Option<Sandbox>,
 }
 
-impl Default for Search {
+impl Default for SearchOptions {
     fn default() -> Self {
         Self {
             regex: true,
@@ -642,7 +664,7 @@ impl Default for Search {
 
 /// Options for watching.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Watch {
+pub struct WatchOptions {
     /// Watch all directories below the path too; the default.
     pub recursive: bool,
     /// Changes that are not reported.
@@ -653,7 +675,7 @@ pub struct Watch {
     pub sandbox: Option<Sandbox>,
 }
 
-impl Default for Watch {
+impl Default for WatchOptions {
     fn default() -> Self {
         Self {
             recursive: true,

@@ -8,7 +8,7 @@ use exec_server_protocol::fs::{
 };
 use exec_server_protocol::limits::MAX_PAGE_ENTRIES;
 
-use super::{ExecutorFileSystem, Feature, ReadDirectory, Walk, ask};
+use super::{ExecutorFileSystem, Feature, ReadDirectoryOptions, TreeWalkOptions, ask};
 use crate::error::ExecServerError;
 
 /// Paged listing of a directory.
@@ -40,7 +40,11 @@ pub struct DirectoryPages {
 
 impl DirectoryPages {
     /// Creates a listing of the directory at this path.
-    pub fn new(files: Arc<dyn ExecutorFileSystem>, path: &PathUri, options: ReadDirectory) -> Self {
+    pub fn new(
+        files: Arc<dyn ExecutorFileSystem>,
+        path: &PathUri,
+        options: ReadDirectoryOptions,
+    ) -> Self {
         Self {
             files,
             next: Some(directory(path, options)),
@@ -58,7 +62,7 @@ impl DirectoryPages {
 }
 
 /// Builds the request for the first page of a directory.
-pub(super) fn directory(path: &PathUri, options: ReadDirectory) -> ReadDirectoryParams {
+pub(super) fn directory(path: &PathUri, options: ReadDirectoryOptions) -> ReadDirectoryParams {
     ReadDirectoryParams {
         path: path.clone(),
         links: options.links,
@@ -91,7 +95,7 @@ pub(super) async fn directory_page<F: ExecutorFileSystem + ?Sized>(
 ///
 /// Depth first: a directory is followed by its content, and the names in each directory are in text
 /// order. An entry that exists during all requests is returned exactly once, and no entry twice.
-/// The limits in [`Walk`], except the depth, apply to each page.
+/// The limits in [`TreeWalkOptions`], except the depth, apply to each page.
 ///
 /// A server that lacks [`Feature::Pages`], and a walk that follows links to directories, return one
 /// page: the result of [`ExecutorFileSystem::walk`].
@@ -104,7 +108,11 @@ pub struct WalkPages {
 
 impl WalkPages {
     /// Creates a listing of the tree at this path.
-    pub fn new(files: Arc<dyn ExecutorFileSystem>, path: &PathUri, options: Walk) -> Self {
+    pub fn new(
+        files: Arc<dyn ExecutorFileSystem>,
+        path: &PathUri,
+        options: TreeWalkOptions,
+    ) -> Self {
         let next = Some(WalkParams {
             path: path.clone(),
             options: options.bounds(),

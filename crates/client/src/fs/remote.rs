@@ -22,13 +22,13 @@ use exec_server_protocol::{Method, PathUri, codes};
 use futures_util::future::BoxFuture;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::watch::Queue;
+use super::watch::ChangeQueue;
 use super::{
-    Access, Block, ChangeBatch, ChangeSource, ExecutorFileSystem, Feature, FileBlocks, FileChanges,
-    FileReader, FileWriter, Links, MissingWatch, ReadStream, SetMetadata, Watch, WriteMode,
-    WriteStream,
+    AccessOptions, Block, ChangeBatch, ChangeSource, ExecutorFileSystem, Feature, FileBlocks,
+    FileChanges, FileReader, FileWriter, Links, MissingWatch, ReadStreamOptions, SetMetadata,
+    WatchOptions, WriteMode, WriteStreamOptions,
 };
-use crate::caller::Caller;
+use crate::caller::RequestSender;
 use crate::client::ExecServerClient;
 use crate::error::{ExecServerError, Reply};
 use crate::extension;
@@ -78,7 +78,7 @@ impl RemoteFileSystem {
             request => is_repeatable(request.method()),
         };
         let caller = &self.client.inner.caller;
-        request.visit(Send { caller, repeat })
+        request.visit(SendRequest { caller, repeat })
     }
 
     async fn read_whole(&self, params: ReadFileParams) -> Result<FsResponse, ExecServerError> {
@@ -89,7 +89,7 @@ impl RemoteFileSystem {
         // limit would break the connection.
         let ours = self.client.supports(extension::OPEN_ATOMIC).await?;
         let large = async |this: &Self| {
-            let access = Access {
+            let access = AccessOptions {
                 links: links(follows),
                 sandbox: sandbox.clone(),
             };
@@ -122,7 +122,9 @@ impl RemoteFileSystem {
     ) -> Result<FsResponse, ExecServerError> {
         refuse_no_follow(follows)?;
         let offset = 0;
-        let mut reader = self.open_read(path, ReadStream { offset, sandbox }).await?;
+        let mut reader = self
+            .open_read(path, ReadStreamOptions { offset, sandbox })
+            .await?;
         // Only a hint: the size of the file may have changed.
         let mut data = BytesMut::with_capacity(usize::try_from(size).unwrap_or(0).min(1 << 30));
         while let Some(chunk) = reader.next_chunk().await? {
@@ -155,7 +157,7 @@ impl RemoteFileSystem {
             sandbox,
         } = params;
         refuse_no_follow(follow_symlinks)?;
-        let stream = WriteStream {
+        let stream = WriteStreamOptions {
             mode: match self.supports(Feature::AtomicStreams).await? {
                 true => WriteMode::Atomic,
                 false => WriteMode::Replace,
@@ -191,7 +193,7 @@ impl RemoteFileSystem {
             mode,
             sandbox,
             identity: None,
-            open: tokio::sync::Mutex::new(Handle {
+            open: tokio::sync::Mutex::new(RemoteHandle {
                 id: uuid::Uuid::new_v4().simple().to_string(),
                 generation: 0,
             }),
@@ -240,13 +242,13 @@ impl RemoteFileSystem {
 const NEVER: u64 = u64::MAX;
 
 /// Visitor that sends the request.
-struct Send<'a> {
-    caller: &'a Caller,
+struct SendRequest<'a> {
+    caller: &'a RequestSender,
     /// Whether the request may be sent again when its connection is lost.
     repeat: bool,
 }
 
-impl<'a> FsVisitor for Send<'a> {
+impl<'a> FsVisitor for SendRequest<'a> {
     type Output = Reply<'a, FsResponse>;
 
     fn visit<M: FsMethod>(self, params: M::Params) -> Self::Output {
@@ -342,14 +344,22 @@ impl ExecutorFileSystem for RemoteFileSystem {
         })
     }
 
-    fn open_read<'a>(&'a self, path: &'a PathUri, options: ReadStream) -> Reply<'a, FileReader> {
+    fn open_read<'a>(
+        &'a self,
+        path: &'a PathUri,
+        options: ReadStreamOptions,
+    ) -> Reply<'a, FileReader> {
         Box::pin(async move {
             let file = self.open(path, OpenMode::Read, options.sandbox).await?;
             Ok(FileReader::new(file, options.offset))
         })
     }
 
-    fn open_write<'a>(&'a self, path: &'a PathUri, options: WriteStream) -> Reply<'a, FileWriter> {
+    fn open_write<'a>(
+        &'a self,
+        path: &'a PathUri,
+        options: WriteStreamOptions,
+    ) -> Reply<'a, FileWriter> {
         Box::pin(async move {
             let mode = match options.mode {
                 WriteMode::Atomic => {
@@ -368,7 +378,7 @@ impl ExecutorFileSystem for RemoteFileSystem {
         })
     }
 
-    fn watch<'a>(&'a self, path: &'a PathUri, options: Watch) -> Reply<'a, FileChanges> {
+    fn watch<'a>(&'a self, path: &'a PathUri, options: WatchOptions) -> Reply<'a, FileChanges> {
         Box::pin(async move {
             self.client.require(extension::WATCH).await?;
             let watch_id = uuid::Uuid::new_v4().simple().to_string();
@@ -432,12 +442,12 @@ struct RemoteFile {
     /// Identity of the file on the server; absent if the server does not support it.
     identity: Option<String>,
     /// Locked while the file is opened again, so that this happens only once.
-    open: tokio::sync::Mutex<Handle>,
+    open: tokio::sync::Mutex<RemoteHandle>,
 }
 
 /// Handle of an open file on one connection.
 #[derive(Debug, Clone)]
-struct Handle {
+struct RemoteHandle {
     id: String,
     /// Generation of that connection; 0 while the file is being opened.
     generation: u64,
@@ -479,7 +489,7 @@ impl RemoteFile {
     }
 
     /// Returns the handle on the current connection, or on the first one after `lost`.
-    async fn handle(&self, lost: Option<u64>) -> Result<Handle, ExecServerError> {
+    async fn handle(&self, lost: Option<u64>) -> Result<RemoteHandle, ExecServerError> {
         let mut handle = self.open.lock().await;
         if lost != Some(handle.generation) {
             return Ok(handle.clone());
@@ -508,7 +518,7 @@ impl RemoteFile {
                 reason: format!("`{}` is another file by now", self.path).into(),
             });
         }
-        *handle = Handle { id, generation };
+        *handle = RemoteHandle { id, generation };
         Ok(handle.clone())
     }
 }
@@ -568,7 +578,7 @@ impl FileBlocks for RemoteFile {
 
 impl Drop for RemoteFile {
     fn drop(&mut self) {
-        let Handle { id, generation } = self.open.get_mut();
+        let RemoteHandle { id, generation } = self.open.get_mut();
         let generation = *generation;
         if generation != NEVER
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
@@ -594,7 +604,7 @@ impl Drop for RemoteFile {
 /// Change source of a watch on a server.
 struct RemoteChanges {
     files: RemoteFileSystem,
-    queue: Arc<Queue>,
+    queue: Arc<ChangeQueue>,
     watch_id: String,
     /// Requests the watch again on later connections.
     _keeper: Option<AbortOnDropHandle<()>>,
@@ -603,8 +613,8 @@ struct RemoteChanges {
 /// Requests a watch on every connection after `generation`; ends when the server refuses it, or
 /// when there are no more connections.
 async fn keep_watching(
-    caller: Caller,
-    queue: Arc<Queue>,
+    caller: RequestSender,
+    queue: Arc<ChangeQueue>,
     params: wire::WatchParams,
     mut generation: u64,
 ) {

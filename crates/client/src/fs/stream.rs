@@ -69,7 +69,7 @@ pub struct Block {
 pub struct FileReader {
     file: Arc<dyn FileBlocks>,
     /// Requested blocks in the order of their offsets, each with its length.
-    ahead: VecDeque<(usize, Pending<Block>)>,
+    ahead: VecDeque<(usize, PendingBlock<Block>)>,
     /// Maximum number of blocks to request ahead: it grows with use, so that a small file costs one
     /// request.
     depth: usize,
@@ -169,7 +169,7 @@ impl FileReader {
         let task = async move { file.read(offset, BLOCK_BYTES).await };
         self.ahead.push_back((
             BLOCK_BYTES,
-            Pending(AbortOnDropHandle::new(tokio::spawn(task))),
+            PendingBlock(AbortOnDropHandle::new(tokio::spawn(task))),
         ));
     }
 }
@@ -244,7 +244,7 @@ impl AsyncSeek for FileReader {
 pub struct FileWriter {
     file: Arc<dyn FileBlocks>,
     /// Blocks in flight.
-    ahead: VecDeque<Pending<()>>,
+    ahead: VecDeque<PendingBlock<()>>,
     /// Bytes that do not fill a block yet.
     buffer: BytesMut,
     /// File offset of the next byte.
@@ -385,7 +385,7 @@ impl FileWriter {
         let offset = self.position - block.len() as u64;
         let task = async move { file.write(offset, block).await };
         self.ahead
-            .push_back(Pending(AbortOnDropHandle::new(tokio::spawn(task))));
+            .push_back(PendingBlock(AbortOnDropHandle::new(tokio::spawn(task))));
     }
 }
 
@@ -408,9 +408,9 @@ impl AsyncWrite for FileWriter {
 }
 
 /// Request in its own task, which is aborted when this handle is dropped.
-struct Pending<T>(AbortOnDropHandle<Result<T, ExecServerError>>);
+struct PendingBlock<T>(AbortOnDropHandle<Result<T, ExecServerError>>);
 
-impl<T> Pending<T> {
+impl<T> PendingBlock<T> {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<T, ExecServerError>> {
         Pin::new(&mut self.0).poll(cx).map(|joined| match joined {
             Ok(answer) => answer,
@@ -449,7 +449,7 @@ mod tests {
 
     /// In-memory file for tests: fails at a given offset and responds when the test permits it.
     #[derive(Debug)]
-    struct Memory {
+    struct MemoryFile {
         content: Mutex<Vec<u8>>,
         fails_at: Option<u64>,
         answers: Semaphore,
@@ -458,7 +458,7 @@ mod tests {
         closed: Mutex<Option<bool>>,
     }
 
-    impl Memory {
+    impl MemoryFile {
         fn new(content: Vec<u8>) -> Self {
             Self {
                 content: Mutex::new(content),
@@ -485,7 +485,7 @@ mod tests {
         }
     }
 
-    impl FileBlocks for Memory {
+    impl FileBlocks for MemoryFile {
         fn read(&self, offset: u64, len: usize) -> Reply<'_, Block> {
             Box::pin(async move {
                 self.turn(offset).await?;
@@ -530,7 +530,7 @@ mod tests {
             BLOCK_BYTES + 1,
             9 * BLOCK_BYTES + 7,
         ] {
-            let file = Arc::new(Memory::new(pattern(len)));
+            let file = Arc::new(MemoryFile::new(pattern(len)));
             let mut reader = FileReader::new(file.clone(), 0);
             let mut read = Vec::new();
             reader.read_to_end(&mut read).await.unwrap();
@@ -544,7 +544,7 @@ mod tests {
     #[tokio::test]
     async fn reader_continues_at_seek_target() {
         let content = pattern(3 * BLOCK_BYTES);
-        let mut reader = FileReader::new(Arc::new(Memory::new(content.clone())), 10);
+        let mut reader = FileReader::new(Arc::new(MemoryFile::new(content.clone())), 10);
         let mut byte = [0; 4];
         for (target, at) in [
             (SeekFrom::Current(0), 10),
@@ -566,7 +566,7 @@ mod tests {
 
     #[tokio::test]
     async fn reader_returns_blocks_before_failure_then_fails_always() {
-        let mut file = Memory::new(pattern(8 * BLOCK_BYTES));
+        let mut file = MemoryFile::new(pattern(8 * BLOCK_BYTES));
         file.fails_at = Some(2 * BLOCK_BYTES as u64);
         let mut reader = FileReader::new(Arc::new(file), 0);
         let mut read = Vec::new();
@@ -590,7 +590,7 @@ mod tests {
 
     #[tokio::test]
     async fn writer_writes_exact_content_with_limited_blocks_in_flight() {
-        let file = Arc::new(Memory::new(Vec::new()));
+        let file = Arc::new(MemoryFile::new(Vec::new()));
         file.answers.forget_permits(1 << 20);
         let mut writer = FileWriter::new(file.clone(), 0);
         let data = pattern(7 * BLOCK_BYTES + 13);
@@ -621,7 +621,7 @@ mod tests {
 
     #[tokio::test]
     async fn writer_after_failure_fails_always_and_never_commits() {
-        let mut file = Memory::new(Vec::new());
+        let mut file = MemoryFile::new(Vec::new());
         file.fails_at = Some(BLOCK_BYTES as u64);
         let file = Arc::new(file);
         let mut writer = FileWriter::new(file.clone(), 0);

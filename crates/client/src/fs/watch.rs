@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use exec_server_protocol::PathUri;
-use exec_server_protocol::fs::{Change, ChangedParams};
+use exec_server_protocol::fs::{ChangedParams, FileChanged};
 use exec_server_sync::{Mutex, MutexGuard};
 use futures_util::future::BoxFuture;
 use tokio::sync::{Notify, oneshot};
@@ -23,7 +23,7 @@ const MAX_WAITING: usize = 16_384;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChangeBatch {
     /// Changes in the order in which they happened.
-    pub changes: Vec<Change>,
+    pub changes: Vec<FileChanged>,
     /// Whether changes before these were lost: the consumer must scan the tree again.
     pub overflow: bool,
 }
@@ -94,12 +94,12 @@ impl MissingWatch {
 #[derive(Debug, Default)]
 pub(crate) struct WatchRoutes {
     /// Never held across an await.
-    table: Mutex<Table>,
+    table: Mutex<WatchTable>,
 }
 
 #[derive(Debug, Default)]
-struct Table {
-    watches: HashMap<String, Arc<Queue>>,
+struct WatchTable {
+    watches: HashMap<String, Arc<ChangeQueue>>,
     missing: Option<(u64, oneshot::Sender<()>)>,
     next_missing: u64,
     closed: bool,
@@ -107,8 +107,8 @@ struct Table {
 
 impl WatchRoutes {
     /// Creates the queue of a watch, before the watch is requested.
-    pub(crate) fn register(&self, watch_id: &str) -> Arc<Queue> {
-        let queue = Arc::new(Queue::default());
+    pub(crate) fn register(&self, watch_id: &str) -> Arc<ChangeQueue> {
+        let queue = Arc::new(ChangeQueue::default());
         let mut table = self.table();
         if table.closed {
             queue.change(|waiting| waiting.closed = true);
@@ -173,21 +173,21 @@ impl WatchRoutes {
         }
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
+    fn table(&self) -> MutexGuard<'_, WatchTable> {
         self.table.lock()
     }
 }
 
 /// Bounded queue of changes for the consumer of one watch.
 #[derive(Debug, Default)]
-pub(crate) struct Queue {
+pub(crate) struct ChangeQueue {
     /// Never held across an await.
-    waiting: Mutex<Waiting>,
+    waiting: Mutex<WaitingChanges>,
     news: Notify,
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
+struct WaitingChanges {
     batches: VecDeque<ChangeBatch>,
     /// Number of changes in the batches.
     count: usize,
@@ -198,7 +198,7 @@ struct Waiting {
     closed: bool,
 }
 
-impl Waiting {
+impl WaitingChanges {
     fn push(&mut self, params: ChangedParams) {
         self.overflow |= params.overflow || params.seq != self.seq + 1;
         self.seq = params.seq;
@@ -237,7 +237,7 @@ fn is_silent(batch: &ChangeBatch) -> bool {
     batch.changes.is_empty() && !batch.overflow
 }
 
-impl Queue {
+impl ChangeQueue {
     /// Returns the next changes; `None` when the watch has ended. Cancel safe.
     pub(crate) async fn recv(&self) -> Option<ChangeBatch> {
         loop {
@@ -275,12 +275,12 @@ impl Queue {
         });
     }
 
-    fn change(&self, change: impl FnOnce(&mut Waiting)) {
+    fn change(&self, change: impl FnOnce(&mut WaitingChanges)) {
         change(&mut self.lock());
         self.news.notify_waiters();
     }
 
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
+    fn lock(&self) -> MutexGuard<'_, WaitingChanges> {
         self.waiting.lock()
     }
 }
@@ -292,7 +292,7 @@ mod tests {
     use super::*;
 
     fn changed(seq: u64, count: usize) -> ChangedParams {
-        let change = Change {
+        let change = FileChanged {
             path: PathUri::default(),
             kind: ChangeKind::Created,
             from: None,

@@ -1,12 +1,12 @@
 //! Requests that this machine makes.
 
 use bytes::{Bytes, BytesMut};
-use exec_server_http::{Body, HttpClient, Response, request};
+use exec_server_http::{HttpClient, ResponseBody, StreamingResponse, request};
 use exec_server_protocol::ByteChunk;
 use exec_server_protocol::http::RequestParams;
 use futures_util::future::BoxFuture;
 
-use super::{BodySource, ExecutorHttp, HttpAnswer, HttpBody, HttpRequest, HttpStream};
+use super::{BodySource, BufferedHttpResponse, ExecutorHttp, HttpBody, HttpRequest, HttpStream};
 use crate::error::{ExecServerError, Reply};
 use crate::options::millis;
 
@@ -22,7 +22,7 @@ impl LocalHttp {
         Self { client }
     }
 
-    async fn send(&self, asked: HttpRequest) -> Result<Response, ExecServerError> {
+    async fn send(&self, asked: HttpRequest) -> Result<StreamingResponse, ExecServerError> {
         let params = RequestParams {
             method: asked.method,
             url: asked.url,
@@ -40,9 +40,9 @@ impl LocalHttp {
 }
 
 impl ExecutorHttp for LocalHttp {
-    fn fetch(&self, request: HttpRequest) -> Reply<'_, HttpAnswer> {
+    fn fetch(&self, request: HttpRequest) -> Reply<'_, BufferedHttpResponse> {
         Box::pin(async move {
-            let Response {
+            let StreamingResponse {
                 status,
                 headers,
                 mut body,
@@ -52,7 +52,7 @@ impl ExecutorHttp for LocalHttp {
             while let Some(piece) = body.chunk().await? {
                 bytes.extend_from_slice(&piece);
             }
-            Ok(HttpAnswer {
+            Ok(BufferedHttpResponse {
                 status,
                 headers,
                 body: bytes.freeze(),
@@ -62,7 +62,7 @@ impl ExecutorHttp for LocalHttp {
 
     fn open(&self, request: HttpRequest) -> Reply<'_, HttpStream> {
         Box::pin(async move {
-            let Response {
+            let StreamingResponse {
                 status,
                 headers,
                 mut body,
@@ -80,7 +80,7 @@ impl ExecutorHttp for LocalHttp {
 }
 
 #[derive(Debug)]
-struct LocalBody(Body);
+struct LocalBody(ResponseBody);
 
 impl BodySource for LocalBody {
     fn chunk(&mut self) -> BoxFuture<'_, Result<Option<Bytes>, ExecServerError>> {

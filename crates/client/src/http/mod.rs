@@ -44,7 +44,7 @@ pub trait ExecutorHttp: Send + Sync + fmt::Debug {
     /// # Errors
     ///
     /// When the request cannot be sent, its host not be reached, or the answer is too large.
-    fn fetch(&self, request: HttpRequest) -> Reply<'_, HttpAnswer>;
+    fn fetch(&self, request: HttpRequest) -> Reply<'_, BufferedHttpResponse>;
 
     /// Sends a request and waits for the headers of its answer; the body comes as it is read.
     ///
@@ -108,7 +108,7 @@ impl HttpRequest {
 
 /// A whole answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HttpAnswer {
+pub struct BufferedHttpResponse {
     /// The status code.
     pub status: u16,
     /// Headers with lower-case names; names may repeat.

@@ -8,12 +8,12 @@ use bytes::Bytes;
 use exec_server_protocol::http::{
     BodyDelta, BodyDeltaParams, Cancel, CancelParams, Request, RequestParams, RequestResult,
 };
-use exec_server_protocol::{ByteChunk, Notification as _};
+use exec_server_protocol::{ByteChunk, NotificationMethod as _};
 use exec_server_sync::{Mutex, MutexGuard};
 use futures_util::future::BoxFuture;
 use tokio::sync::Notify;
 
-use super::{BodySource, ExecutorHttp, HttpAnswer, HttpBody, HttpRequest, HttpStream};
+use super::{BodySource, BufferedHttpResponse, ExecutorHttp, HttpBody, HttpRequest, HttpStream};
 use crate::client::ExecServerClient;
 use crate::error::{ExecServerError, Reply};
 use crate::extension;
@@ -23,12 +23,12 @@ use crate::options::millis;
 const MAX_WAITING: usize = 16 << 20;
 
 impl ExecutorHttp for ExecServerClient {
-    fn fetch(&self, request: HttpRequest) -> Reply<'_, HttpAnswer> {
+    fn fetch(&self, request: HttpRequest) -> Reply<'_, BufferedHttpResponse> {
         Box::pin(async move {
             let (params, mut guard) = self.prepare(request, false).await?;
             let (answer, _) = self.ask(&params).await?;
             guard.over = true;
-            Ok(HttpAnswer {
+            Ok(BufferedHttpResponse {
                 status: answer.status,
                 headers: answer.headers,
                 body: answer.body_base64.0,
@@ -59,7 +59,7 @@ impl ExecServerClient {
         &self,
         request: HttpRequest,
         stream_response: bool,
-    ) -> Result<(RequestParams, Guard), ExecServerError> {
+    ) -> Result<(RequestParams, CancelGuard), ExecServerError> {
         if request.decompress {
             self.require(extension::HTTP_DECOMPRESS).await?;
         }
@@ -74,7 +74,7 @@ impl ExecServerClient {
             stream_response,
             decompress: request.decompress,
         };
-        let guard = Guard {
+        let guard = CancelGuard {
             client: self.clone(),
             request_id: params.request_id.clone(),
             over: false,
@@ -94,14 +94,14 @@ impl ExecServerClient {
 
 /// Ends a request that nobody waits for any more.
 #[derive(Debug)]
-struct Guard {
+struct CancelGuard {
     client: ExecServerClient,
     request_id: String,
     /// It has come to its own end.
     over: bool,
 }
 
-impl Drop for Guard {
+impl Drop for CancelGuard {
     fn drop(&mut self) {
         let client = self.client.clone();
         client.inner.routes.bodies.remove(&self.request_id);
@@ -123,8 +123,8 @@ impl Drop for Guard {
 /// A body behind a connection.
 #[derive(Debug)]
 struct RemoteBody {
-    queue: Arc<Queue>,
-    guard: Guard,
+    queue: Arc<BodyQueue>,
+    guard: CancelGuard,
 }
 
 impl BodySource for RemoteBody {
@@ -141,12 +141,12 @@ impl BodySource for RemoteBody {
 #[derive(Debug, Default)]
 pub(crate) struct BodyRoutes {
     /// Never held across an await.
-    table: Mutex<Table>,
+    table: Mutex<BodyTable>,
 }
 
 #[derive(Debug, Default)]
-struct Table {
-    bodies: HashMap<String, Arc<Queue>>,
+struct BodyTable {
+    bodies: HashMap<String, Arc<BodyQueue>>,
     /// The latest connection that was lost, and why.
     lost: Option<(u64, Arc<str>)>,
     /// Why there will be no more.
@@ -154,8 +154,8 @@ struct Table {
 }
 
 impl BodyRoutes {
-    fn register(&self, request_id: &str) -> Arc<Queue> {
-        let queue = Arc::new(Queue::default());
+    fn register(&self, request_id: &str) -> Arc<BodyQueue> {
+        let queue = Arc::new(BodyQueue::default());
         let mut table = self.table.lock();
         match &table.closed {
             Some(reason) => queue.change(|waiting| waiting.cut_off(reason)),
@@ -231,20 +231,20 @@ impl BodyRoutes {
 
 /// What waits for the consumer of one body.
 #[derive(Debug, Default)]
-struct Queue {
+struct BodyQueue {
     /// Never held across an await.
-    waiting: Mutex<Waiting>,
+    waiting: Mutex<WaitingBody>,
     readable: Notify,
     writable: Notify,
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
+struct WaitingBody {
     pieces: VecDeque<Bytes>,
     bytes: usize,
     /// The last number that came.
     seq: u64,
-    end: Option<End>,
+    end: Option<BodyEnd>,
     /// The connection that it comes over, once that is known.
     generation: Option<u64>,
     /// Nobody will read it.
@@ -252,20 +252,20 @@ struct Waiting {
 }
 
 #[derive(Debug, Clone)]
-enum End {
+enum BodyEnd {
     Complete,
     Failed(String),
     Closed(Arc<str>),
 }
 
-impl Waiting {
+impl WaitingBody {
     fn accept(&mut self, delta: BodyDeltaParams) {
         if self.end.is_some() || self.abandoned {
             return;
         }
         if delta.seq != self.seq + 1 {
             let reason = format!("piece {} came after {}", delta.seq, self.seq);
-            self.end = Some(End::Failed(reason));
+            self.end = Some(BodyEnd::Failed(reason));
             return;
         }
         self.seq = delta.seq;
@@ -275,22 +275,22 @@ impl Waiting {
             self.pieces.push_back(piece);
         }
         if delta.done {
-            self.end = Some(delta.error.map_or(End::Complete, End::Failed));
+            self.end = Some(delta.error.map_or(BodyEnd::Complete, BodyEnd::Failed));
         }
     }
 
     fn cut_off(&mut self, reason: &Arc<str>) {
         self.end
-            .get_or_insert_with(|| End::Closed(Arc::clone(reason)));
+            .get_or_insert_with(|| BodyEnd::Closed(Arc::clone(reason)));
     }
 }
 
-impl Queue {
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
+impl BodyQueue {
+    fn lock(&self) -> MutexGuard<'_, WaitingBody> {
         self.waiting.lock()
     }
 
-    fn change(&self, change: impl FnOnce(&mut Waiting)) {
+    fn change(&self, change: impl FnOnce(&mut WaitingBody)) {
         change(&mut self.lock());
         self.readable.notify_waiters();
         self.writable.notify_waiters();
@@ -325,11 +325,11 @@ impl Queue {
                 }
                 match &waiting.end {
                     None => {}
-                    Some(End::Complete) => return Ok(None),
-                    Some(End::Closed(reason)) => {
+                    Some(BodyEnd::Complete) => return Ok(None),
+                    Some(BodyEnd::Closed(reason)) => {
                         return Err(ExecServerError::Closed(Arc::clone(reason)));
                     }
-                    Some(End::Failed(reason)) => {
+                    Some(BodyEnd::Failed(reason)) => {
                         return Err(ExecServerError::Protocol {
                             method: BodyDelta::NAME,
                             reason: reason.clone(),

@@ -12,7 +12,7 @@ use super::PathMap;
 use crate::error::{ExecServerError, Reply};
 use crate::fs::{
     ChangeBatch, ChangeSource, ExecutorFileSystem, Feature, FileChanges, FileReader, FileWriter,
-    MissingWatch, ReadStream, Watch, WriteStream, bad_path, uri,
+    MissingWatch, ReadStreamOptions, WatchOptions, WriteStreamOptions, bad_path, uri,
 };
 
 /// File system that takes and returns local paths for remote files.
@@ -101,7 +101,7 @@ impl ExecutorFileSystem for MappedFileSystem {
     fn open_read<'a>(
         &'a self,
         path: &'a PathUri,
-        mut options: ReadStream,
+        mut options: ReadStreamOptions,
     ) -> Reply<'a, FileReader> {
         Box::pin(async move {
             self.policy(&mut options.sandbox)?;
@@ -112,7 +112,7 @@ impl ExecutorFileSystem for MappedFileSystem {
     fn open_write<'a>(
         &'a self,
         path: &'a PathUri,
-        mut options: WriteStream,
+        mut options: WriteStreamOptions,
     ) -> Reply<'a, FileWriter> {
         Box::pin(async move {
             self.policy(&mut options.sandbox)?;
@@ -120,7 +120,7 @@ impl ExecutorFileSystem for MappedFileSystem {
         })
     }
 
-    fn watch<'a>(&'a self, path: &'a PathUri, mut options: Watch) -> Reply<'a, FileChanges> {
+    fn watch<'a>(&'a self, path: &'a PathUri, mut options: WatchOptions) -> Reply<'a, FileChanges> {
         Box::pin(async move {
             self.policy(&mut options.sandbox)?;
             let inner = self.inner.watch(&self.there(path)?, options).await?;
@@ -175,7 +175,7 @@ impl ChangeSource for MappedChanges {
 #[cfg(all(test, feature = "local"))]
 mod tests {
     use super::*;
-    use crate::fs::{Access, LocalFileSystem};
+    use crate::fs::{AccessOptions, LocalFileSystem};
 
     #[tokio::test]
     async fn canonicalize_below_linked_root_returns_local_path() {
@@ -190,7 +190,10 @@ mod tests {
         let file = uri("/here/file").unwrap();
         assert_eq!(files.canonicalize(&file, None).await.unwrap(), file);
         assert_eq!(
-            files.read_file(&file, Access::default()).await.unwrap(),
+            files
+                .read_file(&file, AccessOptions::default())
+                .await
+                .unwrap(),
             "x"
         );
         let out = uri("/here/out").unwrap();
@@ -200,6 +203,11 @@ mod tests {
             "{refused}"
         );
         let elsewhere = uri(&real).unwrap();
-        assert!(files.metadata(&elsewhere, Access::default()).await.is_err());
+        assert!(
+            files
+                .metadata(&elsewhere, AccessOptions::default())
+                .await
+                .is_err()
+        );
     }
 }

@@ -10,7 +10,7 @@ mod fs;
 use std::path::{Component, Path, PathBuf};
 
 use exec_server_protocol::PathUri;
-use exec_server_protocol::sandbox::{EntryPath, FileSystem, Permissions, Sandbox};
+use exec_server_protocol::sandbox::{EntryPath, FilePermissions, Permissions, Sandbox};
 
 use crate::error::ExecServerError;
 pub use crate::error::MapError;
@@ -35,18 +35,18 @@ pub use fs::MappedFileSystem;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PathMap {
-    local: Root,
-    remote: Root,
+    local: MappedRoot,
+    remote: MappedRoot,
 }
 
 /// Directory, and its canonical path if that differs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Root {
+struct MappedRoot {
     path: PathBuf,
     real: Option<PathBuf>,
 }
 
-impl Root {
+impl MappedRoot {
     /// The part of the path after the root.
     fn rest<'a>(&self, path: &'a Path) -> Option<&'a Path> {
         let real = || path.strip_prefix(self.real.as_ref()?).ok();
@@ -62,7 +62,7 @@ impl PathMap {
     /// When one of the paths is relative.
     pub fn new(local: impl Into<PathBuf>, remote: impl Into<PathBuf>) -> Result<Self, MapError> {
         let root = |path: PathBuf| match folded(&path) {
-            Some(path) => Ok(Root { path, real: None }),
+            Some(path) => Ok(MappedRoot { path, real: None }),
             None => Err(MapError::RelativeRoot(path)),
         };
         Ok(Self {
@@ -176,7 +176,7 @@ impl PathMap {
             self.each(context.workspace_roots.iter_mut().flatten())?;
         }
         if let Permissions::Managed {
-            file_system: FileSystem::Restricted { entries, .. },
+            file_system: FilePermissions::Restricted { entries, .. },
             ..
         } = &mut there.permissions
         {
@@ -255,7 +255,7 @@ mod tests {
     use std::ffi::OsString;
     use std::os::unix::ffi::OsStringExt as _;
 
-    use exec_server_protocol::sandbox::{Access, Entry, Network};
+    use exec_server_protocol::sandbox::{NetworkPermission, PathAccess, SandboxEntry};
     use proptest::prelude::*;
 
     use super::*;
@@ -303,18 +303,18 @@ mod tests {
     fn sandbox_to_remote_translates_paths_and_rejects_outside() {
         let map = PathMap::new("/l", "/r").unwrap();
         let uri = |path: &str| PathUri::from_native(Path::new(path)).unwrap();
-        let entry = |path| Entry {
+        let entry = |path| SandboxEntry {
             path,
-            access: Access::Deny,
+            access: PathAccess::Deny,
             missing_path_behavior: None,
         };
         let policy = |entries| {
             let mut sandbox = Sandbox::new(Permissions::Managed {
-                file_system: FileSystem::Restricted {
+                file_system: FilePermissions::Restricted {
                     entries,
                     glob_scan_max_depth: None,
                 },
-                network: Network::Restricted,
+                network: NetworkPermission::Restricted,
             });
             sandbox.cwd = Some(uri("/l/x"));
             sandbox.workspace_roots = vec![uri("/l")];
@@ -334,7 +334,7 @@ mod tests {
         assert_eq!(there.workspace_roots, [uri("/r")]);
         assert_eq!(there.user_home_dir, None);
         let Permissions::Managed {
-            file_system: FileSystem::Restricted { entries, .. },
+            file_system: FilePermissions::Restricted { entries, .. },
             ..
         } = &there.permissions
         else {

@@ -1,12 +1,12 @@
 use bytes::Bytes;
-use exec_server_protocol::process::{Evicted, ReadChunk, Stream};
+use exec_server_protocol::process::{Evicted, OutputStream, ReadChunk};
 use proptest::prelude::*;
 
 use super::*;
 
 /// A process as its server knows it: output `n` carries `n % 5` bytes of value `n`.
 #[derive(Debug, Clone)]
-struct Log {
+struct ServerLog {
     /// Numbers 1 to this; the last one is the closing.
     closed: u64,
     exited: u64,
@@ -21,7 +21,7 @@ fn chunk(seq: u64) -> Bytes {
 fn output(seq: u64) -> ExecProcessEvent {
     ExecProcessEvent::Output {
         seq,
-        stream: Stream::Stdout,
+        stream: OutputStream::Stdout,
         chunk: chunk(seq),
     }
 }
@@ -49,7 +49,7 @@ fn gap(after_seq: u64, through_seq: u64, bytes: Option<u64>) -> ExecProcessEvent
     }
 }
 
-impl Log {
+impl ServerLog {
     fn event(&self, seq: u64) -> ExecProcessEvent {
         match seq {
             _ if seq == self.closed => closed(seq),
@@ -76,7 +76,7 @@ impl Log {
             .filter(|&seq| seq > after && seq > self.evicted_through && seq <= written)
             .map(|seq| ReadChunk {
                 seq,
-                stream: Stream::Stdout,
+                stream: OutputStream::Stdout,
                 chunk: chunk(seq).into(),
             })
             .collect();
@@ -107,12 +107,12 @@ impl Log {
     }
 }
 
-fn drain(order: &mut Order) -> Vec<ExecProcessEvent> {
+fn drain(order: &mut EventOrder) -> Vec<ExecProcessEvent> {
     std::iter::from_fn(|| order.poll()).collect()
 }
 
 /// Every number is accounted for once and in order, and only what is gone is a gap.
-fn check(log: &Log, released: &[ExecProcessEvent]) {
+fn check(log: &ServerLog, released: &[ExecProcessEvent]) {
     let mut last = 0;
     let mut exits = 0;
     for event in released {
@@ -160,10 +160,10 @@ fn check(log: &Log, released: &[ExecProcessEvent]) {
     ));
 }
 
-fn logs() -> impl Strategy<Value = Log> {
+fn logs() -> impl Strategy<Value = ServerLog> {
     (2u64..40)
         .prop_flat_map(|closed| (Just(closed), 1..closed, 0..closed))
-        .prop_map(|(closed, exited, evicted_through)| Log {
+        .prop_map(|(closed, exited, evicted_through)| ServerLog {
             closed,
             exited,
             evicted_through,
@@ -180,13 +180,13 @@ proptest! {
         arrivals in proptest::collection::vec((0u64..40, 0u8..4), 0..80),
         max in proptest::option::of(0usize..6),
     ) {
-        let log = Log { evicted_through: if evicts { log.evicted_through } else { 0 }, ..log };
+        let log = ServerLog { evicted_through: if evicts { log.evicted_through } else { 0 }, ..log };
         // Without word of eviction an answer must not be cut short.
         let max = max.filter(|_| states_evicted);
-        let mut order = Order::after(0);
+        let mut order = EventOrder::after(0);
         let mut released = Vec::new();
         let mut written = 0;
-        let repair = |order: &mut Order, written: u64| {
+        let repair = |order: &mut EventOrder, written: u64| {
             let after = order.last();
             let read = log.read(written, after, max, states_evicted);
             order.fill(read, ReadRules { after, states_evicted, make_endings: true });
@@ -221,15 +221,15 @@ proptest! {
     /// As a puller reads: endings come as notifications, output comes as answers.
     #[test]
     fn leaves_endings_to_their_notifications(log in logs(), early: bool, max in 0usize..6) {
-        let log = Log { evicted_through: 0, ..log };
-        let mut order = Order::after(0);
+        let log = ServerLog { evicted_through: 0, ..log };
+        let mut order = EventOrder::after(0);
         let mut released = Vec::new();
         if early {
             order.accept(log.event(log.closed));
             order.accept(log.event(log.exited));
             released.extend(drain(&mut order));
         }
-        let mut pull = |order: &mut Order| {
+        let mut pull = |order: &mut EventOrder| {
             for _ in 0..log.closed {
                 let after = order.last();
                 let read = log.read(log.closed, after, Some(max), true);
@@ -251,7 +251,7 @@ proptest! {
 
 #[test]
 fn repeats_and_what_comes_after_the_end_are_dropped() {
-    let mut order = Order::after(0);
+    let mut order = EventOrder::after(0);
     for event in [
         output(1),
         output(1),
@@ -270,7 +270,7 @@ fn repeats_and_what_comes_after_the_end_are_dropped() {
 
 #[test]
 fn too_much_behind_a_hole_is_forgotten_but_not_its_numbers() {
-    let mut order = Order::after(0);
+    let mut order = EventOrder::after(0);
     for seq in 2..=600 {
         order.accept(output(seq));
         assert!(order.held.len() <= MAX_HELD_EVENTS);
@@ -279,7 +279,7 @@ fn too_much_behind_a_hole_is_forgotten_but_not_its_numbers() {
     order.accept(closed(602));
     assert!(order.held.contains_key(&2) && order.held.contains_key(&602));
     assert_eq!(drain(&mut order), []);
-    let log = Log {
+    let log = ServerLog {
         closed: 602,
         exited: 601,
         evicted_through: 0,
@@ -303,12 +303,12 @@ fn too_much_behind_a_hole_is_forgotten_but_not_its_numbers() {
 
 #[test]
 fn bytes_behind_a_hole_are_bounded() {
-    let mut order = Order::after(0);
+    let mut order = EventOrder::after(0);
     for seq in 2..10 {
         let chunk = vec![0; MAX_HELD_BYTES / 4].into();
         order.accept(ExecProcessEvent::Output {
             seq,
-            stream: Stream::Pty,
+            stream: OutputStream::Pty,
             chunk,
         });
     }
@@ -318,12 +318,12 @@ fn bytes_behind_a_hole_are_bounded() {
 
 #[test]
 fn what_was_evicted_is_stated() {
-    let log = Log {
+    let log = ServerLog {
         closed: 6,
         exited: 5,
         evicted_through: 3,
     };
-    let mut order = Order::after(0);
+    let mut order = EventOrder::after(0);
     order.accept(output(1));
     order.accept(output(4));
     let mut released = drain(&mut order);
@@ -344,12 +344,12 @@ fn what_was_evicted_is_stated() {
 /// What came in the middle of what is gone would leave two gaps of which only the sum is known.
 #[test]
 fn what_is_gone_on_both_sides_of_something_is_one_gap_of_its_size() {
-    let mut order = Order::after(0);
+    let mut order = EventOrder::after(0);
     order.accept(output(1));
     for seq in [5, 6, 9, 10] {
         order.accept(output(seq));
     }
-    let log = Log {
+    let log = ServerLog {
         closed: 40,
         exited: 39,
         evicted_through: 8,
@@ -389,17 +389,17 @@ fn far_behind_the_size_is_what_was_not_counted_here() {
         states_evicted: true,
         make_endings: true,
     };
-    let mut order = Order::after(0);
+    let mut order = EventOrder::after(0);
     (1..=3).for_each(|seq| order.accept(output(seq)));
     assert_eq!(drain(&mut order).len(), 3);
     order.fill(read(1_000_006), rules);
     assert_eq!(drain(&mut order), [gap(3, far, Some(1_000_000))]);
     // Who began in the middle cannot tell.
-    let mut order = Order::after(3);
+    let mut order = EventOrder::after(3);
     order.fill(read(1_000_006), rules);
     assert_eq!(drain(&mut order), [gap(3, far, None)]);
     // Nonsense is no size either.
-    let mut order = Order::after(0);
+    let mut order = EventOrder::after(0);
     (1..=3).for_each(|seq| order.accept(output(seq)));
     assert_eq!(drain(&mut order).len(), 3);
     order.fill(read(5), rules);
@@ -408,9 +408,9 @@ fn far_behind_the_size_is_what_was_not_counted_here() {
 
 #[test]
 fn an_exit_that_a_gap_passed_over_comes_late() {
-    let mut order = Order::after(0);
+    let mut order = EventOrder::after(0);
     order.accept(output(5));
-    let log = Log {
+    let log = ServerLog {
         closed: 9,
         exited: 2,
         evicted_through: 4,
@@ -432,7 +432,7 @@ fn an_exit_that_a_gap_passed_over_comes_late() {
 
 #[test]
 fn giving_up_releases_what_is_held() {
-    let mut order = Order::after(0);
+    let mut order = EventOrder::after(0);
     order.accept(output(2));
     order.accept(output(5));
     order.give_up();
@@ -442,10 +442,10 @@ fn giving_up_releases_what_is_held() {
 
 #[test]
 fn absurd_numbers_are_survived() {
-    let mut order = Order::after(0);
+    let mut order = EventOrder::after(0);
     order.accept(output(u64::MAX));
     assert_eq!(drain(&mut order), []);
-    let log = Log {
+    let log = ServerLog {
         closed: 9,
         exited: 8,
         evicted_through: 0,

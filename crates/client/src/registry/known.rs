@@ -23,7 +23,7 @@ pub struct KnownEnvironments {
     path: PathBuf,
 }
 
-type Result<T, E = KnownEnvironmentsError> = std::result::Result<T, E>;
+type KnownResult<T, E = KnownEnvironmentsError> = Result<T, E>;
 
 impl KnownEnvironments {
     /// Uses the file at `path`.
@@ -41,7 +41,7 @@ impl KnownEnvironments {
     /// # Errors
     ///
     /// When the file cannot be read, or is writable by other users.
-    pub fn lookup(&self, url: &RegistryUrl) -> Result<Option<Fingerprint>> {
+    pub fn lookup(&self, url: &RegistryUrl) -> KnownResult<Option<Fingerprint>> {
         Ok(find(&self.read()?, url))
     }
 
@@ -50,7 +50,7 @@ impl KnownEnvironments {
     /// # Errors
     ///
     /// As [`KnownEnvironments::lookup`].
-    pub fn list(&self) -> Result<Vec<(RegistryUrl, Fingerprint)>> {
+    pub fn list(&self) -> KnownResult<Vec<(RegistryUrl, Fingerprint)>> {
         self.read()
     }
 
@@ -59,7 +59,7 @@ impl KnownEnvironments {
     /// # Errors
     ///
     /// When the file cannot be read or written.
-    pub fn add(&self, url: &RegistryUrl, key: Fingerprint) -> Result<Fingerprint> {
+    pub fn add(&self, url: &RegistryUrl, key: Fingerprint) -> KnownResult<Fingerprint> {
         let _locked = self.lock()?;
         let mut known = self.read()?;
         if let Some(before) = find(&known, url) {
@@ -75,7 +75,7 @@ impl KnownEnvironments {
     /// # Errors
     ///
     /// As [`KnownEnvironments::add`].
-    pub fn trust(&self, url: &RegistryUrl, key: Fingerprint) -> Result<Option<Fingerprint>> {
+    pub fn trust(&self, url: &RegistryUrl, key: Fingerprint) -> KnownResult<Option<Fingerprint>> {
         let _locked = self.lock()?;
         let mut known = self.read()?;
         let before = find(&known, url);
@@ -90,7 +90,7 @@ impl KnownEnvironments {
     /// # Errors
     ///
     /// As [`KnownEnvironments::add`].
-    pub fn forget(&self, url: &RegistryUrl) -> Result<Option<Fingerprint>> {
+    pub fn forget(&self, url: &RegistryUrl) -> KnownResult<Option<Fingerprint>> {
         let _locked = self.lock()?;
         let mut known = self.read()?;
         let before = find(&known, url);
@@ -109,7 +109,7 @@ impl KnownEnvironments {
         }
     }
 
-    fn read(&self) -> Result<Vec<(RegistryUrl, Fingerprint)>> {
+    fn read(&self) -> KnownResult<Vec<(RegistryUrl, Fingerprint)>> {
         let failed = self.failed("read");
         let file = match File::open(&self.path) {
             Ok(file) => file,
@@ -145,7 +145,7 @@ impl KnownEnvironments {
     }
 
     /// Locks the file against concurrent changes by other processes, until the result is dropped.
-    fn lock(&self) -> Result<File> {
+    fn lock(&self) -> KnownResult<File> {
         let failed = self.failed("write");
         let directory = directory_of(&self.path);
         make_directory(directory).map_err(&failed)?;
@@ -156,7 +156,7 @@ impl KnownEnvironments {
         Ok(lock)
     }
 
-    fn write(&self, known: &[(RegistryUrl, Fingerprint)]) -> Result<()> {
+    fn write(&self, known: &[(RegistryUrl, Fingerprint)]) -> KnownResult<()> {
         let failed = self.failed("write");
         let mut text = String::new();
         for (url, key) in known {

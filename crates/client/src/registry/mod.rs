@@ -9,13 +9,13 @@
 //!
 //! ```no_run
 //! use exec_server_client::ExecServerClient;
-//! use exec_server_client::registry::{KnownEnvironments, RegistryAuth, RegistryConnectArgs, Trust};
+//! use exec_server_client::registry::{KnownEnvironments, RegistryAuth, RegistryConnectArgs, KeyTrust};
 //!
 //! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
 //! let auth = RegistryAuth::BearerFile("/home/me/token".into());
 //! let mut args = RegistryConnectArgs::new("https://meet.example", "build-7", auth, "example");
 //! // Without this line, any key that the registry reports is accepted.
-//! args.trust = Trust::FirstUse(KnownEnvironments::new("/home/me/known_environments"));
+//! args.trust = KeyTrust::FirstUse(KnownEnvironments::new("/home/me/known_environments"));
 //! let client = ExecServerClient::connect_registry(args).await?;
 //! # Ok(())
 //! # }
@@ -27,18 +27,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_relay::keys::PublicKey;
-use exec_server_relay::noise::Identity;
+use exec_server_relay::noise::StaticKeys;
 use exec_server_relay::registry::ConnectResponse;
-use exec_server_relay::{HarnessConfig, Limits};
+use exec_server_relay::{EndpointLimits, RelayHarnessConfig};
 use exec_server_sync::Mutex;
 use exec_server_transport::registry::{Registry, RegistryError, RegistryOptions};
-use exec_server_transport::relay::{self, DialError};
+use exec_server_transport::relay::{self, RelayDialError};
 use exec_server_transport::{ConnectError, Link, identity};
 use futures_util::future::BoxFuture;
 use tokio::time::Instant;
 
 use crate::client::ExecServerClient;
-use crate::dial::{Dial, Dialled};
+use crate::dial::{Dial, DialledLink};
 use crate::environment::connect::Connect;
 use crate::error::{ExecServerError, Reply};
 pub use crate::error::{KnownEnvironmentsError, RegistryConnectError};
@@ -61,7 +61,7 @@ const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
 /// Which key is accepted as the key of the environment.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub enum Trust {
+pub enum KeyTrust {
     /// Any key that the registry reports. A malicious registry could report its own key and read
     /// all data.
     Registry,
@@ -84,11 +84,11 @@ pub struct RegistryConnectArgs {
     pub registry: RegistryOptions,
     /// Our key pair for the executor. A session belongs to this key pair. To resume a session after
     /// a restart, keep the key pair; see [`identity::load_or_create`].
-    pub identity: Identity,
+    pub identity: StaticKeys,
     /// Which executor key is accepted.
-    pub trust: Trust,
+    pub trust: KeyTrust,
     /// Limits of the stream.
-    pub limits: Limits,
+    pub limits: EndpointLimits,
     /// Connection options for the handshake.
     pub options: ExecServerClientConnectOptions,
 }
@@ -109,8 +109,8 @@ impl RegistryConnectArgs {
             environment_id: environment_id.into(),
             registry,
             identity: identity::generate(),
-            trust: Trust::Registry,
-            limits: Limits::default(),
+            trust: KeyTrust::Registry,
+            limits: EndpointLimits::default(),
             options: ExecServerClientConnectOptions::new(client_name),
         }
     }
@@ -169,16 +169,16 @@ impl Connect for RegistryTarget {
 /// Dialer for links to one environment. The client also uses it to recover.
 #[derive(Debug, Clone)]
 pub struct RegistryDial {
-    shared: Arc<Shared>,
+    shared: Arc<RegistryShared>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct RegistryShared {
     registry: Registry,
     url: RegistryUrl,
-    identity: Identity,
-    trust: Trust,
-    limits: Limits,
+    identity: StaticKeys,
+    trust: KeyTrust,
+    limits: EndpointLimits,
     /// The executor key of the first link; later links must have the same key.
     key: Mutex<Option<PublicKey>>,
 }
@@ -192,7 +192,7 @@ impl RegistryDial {
     pub fn new(args: RegistryConnectArgs) -> Result<Self, RegistryConnectError> {
         let url = RegistryUrl::new(&args.registry_url, &args.environment_id)?;
         let registry = Registry::new(&args.registry_url, &args.environment_id, args.registry)?;
-        let shared = Shared {
+        let shared = RegistryShared {
             registry,
             url,
             identity: args.identity,
@@ -246,7 +246,7 @@ impl RegistryDial {
         }
         let mut first = Some(link?);
         let key = answer.executor_public_key.clone();
-        let config = HarnessConfig {
+        let config = RelayHarnessConfig {
             environment_id: environment(),
             registration_id: answer.executor_registration_id,
             stream_id: uuid::Uuid::new_v4().to_string(),
@@ -280,12 +280,12 @@ impl RegistryDial {
 }
 
 impl Dial for RegistryDial {
-    fn dial(&self) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
+    fn dial(&self) -> BoxFuture<'_, Result<DialledLink, ExecServerError>> {
         Box::pin(async { Ok(self.open().await?.into()) })
     }
 }
 
-impl Shared {
+impl RegistryShared {
     /// Whether an earlier link has fixed the executor key.
     fn is_known(&self) -> bool {
         let key = self.key.lock();
@@ -322,19 +322,19 @@ impl Shared {
     }
 
     /// Opens a new websocket for an existing stream. The caller waits between attempts.
-    async fn another_socket(&self, key: &PublicKey) -> Result<Link, DialError> {
+    async fn another_socket(&self, key: &PublicKey) -> Result<Link, RelayDialError> {
         let answer = match self.ask_once().await {
             Ok(answer) => answer,
-            Err(error) if error.is_retryable() => return Err(DialError::passing(error)),
-            Err(error) => return Err(DialError::fatal(error)),
+            Err(error) if error.is_retryable() => return Err(RelayDialError::passing(error)),
+            Err(error) => return Err(RelayDialError::fatal(error)),
         };
         if answer.executor_public_key != *key {
-            return Err(DialError::fatal(self.changed(
+            return Err(RelayDialError::fatal(self.changed(
                 key.fingerprint(),
                 answer.executor_public_key.fingerprint(),
             )));
         }
-        self.dial(&answer).await.map_err(DialError::passing)
+        self.dial(&answer).await.map_err(RelayDialError::passing)
     }
 
     fn changed(&self, expected: Fingerprint, found: Fingerprint) -> RegistryConnectError {
@@ -351,9 +351,9 @@ impl Shared {
         let before = self.key.lock();
         let expected = match (&*before, &self.trust) {
             (Some(before), _) => Some(before.fingerprint()),
-            (None, Trust::Registry) => None,
-            (None, Trust::Fingerprint(fingerprint)) => Some(*fingerprint),
-            (None, Trust::FirstUse(known)) => known.lookup(&self.url)?,
+            (None, KeyTrust::Registry) => None,
+            (None, KeyTrust::Fingerprint(fingerprint)) => Some(*fingerprint),
+            (None, KeyTrust::FirstUse(known)) => known.lookup(&self.url)?,
         };
         match expected {
             Some(expected) if expected != found => Err(self.changed(expected, found)),
@@ -366,7 +366,7 @@ impl Shared {
         let found = key.fingerprint();
         let mut before = self.key.lock();
         if before.is_none()
-            && let Trust::FirstUse(known) = &self.trust
+            && let KeyTrust::FirstUse(known) = &self.trust
         {
             let expected = known.add(&self.url, found)?;
             if expected != found {
@@ -421,22 +421,22 @@ mod tests {
         };
         let shared = |trust| RegistryDial::new(args(trust)).unwrap().shared;
 
-        let any = shared(Trust::Registry);
+        let any = shared(KeyTrust::Registry);
         any.check(&other).unwrap();
         any.check(&one).unwrap();
         any.believe(one.clone()).unwrap();
         fails(any.check(&other));
 
-        let pinned = shared(Trust::Fingerprint(one.fingerprint()));
+        let pinned = shared(KeyTrust::Fingerprint(one.fingerprint()));
         pinned.check(&one).unwrap();
         fails(pinned.check(&other));
 
         let directory = tempfile::tempdir().unwrap();
         let known = KnownEnvironments::new(directory.path().join("known"));
-        let first = shared(Trust::FirstUse(known.clone()));
+        let first = shared(KeyTrust::FirstUse(known.clone()));
         first.check(&other).unwrap();
         first.believe(one.clone()).unwrap();
-        let second = shared(Trust::FirstUse(known));
+        let second = shared(KeyTrust::FirstUse(known));
         second.check(&one).unwrap();
         fails(second.check(&other));
         // The key of another environment is independent.

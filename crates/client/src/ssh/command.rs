@@ -33,13 +33,13 @@ const START_PATIENCE: Duration = Duration::from_secs(30);
 pub(super) const MARK: &str = "exec-server-ssh ";
 
 /// Exit status and output of a finished command.
-pub(super) struct Said {
+pub(super) struct SshCommandResult {
     status: ExitStatus,
     pub(super) stdout: String,
     stderr: String,
 }
 
-impl Said {
+impl SshCommandResult {
     pub(super) fn code(&self) -> Option<i32> {
         self.status.code()
     }
@@ -63,7 +63,7 @@ impl Said {
 
 /// How an ssh command connects to the host.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum SshConnectMethod {
     /// It becomes the ssh master (`ControlMaster=yes`).
     Master,
     /// It uses the connection of the ssh master.
@@ -74,7 +74,7 @@ enum Way {
 
 impl SshHost {
     /// ssh command with its options, without the destination and the remote command.
-    fn ssh(&self, way: Way) -> Command {
+    fn ssh(&self, way: SshConnectMethod) -> Command {
         let options = &self.inner.options;
         let mut command = Command::new(&options.program);
         command.arg("-T");
@@ -84,18 +84,18 @@ impl SshHost {
         // ssh uses the first value of an option. The order is therefore: required options, options
         // of the caller, defaults.
         match way {
-            Way::Master => {
+            SshConnectMethod::Master => {
                 set("ControlMaster=yes".to_owned());
                 set(format!("ControlPersist={}", options.keep.as_secs().max(1)));
                 set("ClearAllForwardings=yes".to_owned());
             }
-            Way::Through => set("ControlMaster=no".to_owned()),
-            Way::Alone => {
+            SshConnectMethod::Through => set("ControlMaster=no".to_owned()),
+            SshConnectMethod::Alone => {
                 set("ControlPath=none".to_owned());
                 set("ClearAllForwardings=yes".to_owned());
             }
         }
-        if way != Way::Alone {
+        if way != SshConnectMethod::Alone {
             set(format!(
                 "ControlPath={}",
                 // `%` is the only character that ssh expands in this path.
@@ -111,7 +111,7 @@ impl SshHost {
         let asks = options.interactive && !self.inner.connected.load(Ordering::Relaxed);
         // If the master has exited, the command must not open a separate connection, which could
         // prompt.
-        if !asks || way == Way::Through {
+        if !asks || way == SshConnectMethod::Through {
             set("BatchMode=yes".to_owned());
         }
         set(format!(
@@ -120,7 +120,7 @@ impl SshHost {
         ));
         set("ServerAliveInterval=15".to_owned());
         set("ServerAliveCountMax=3".to_owned());
-        if way != Way::Through && !asks {
+        if way != SshConnectMethod::Through && !asks {
             // In its own process group ssh does not read the terminal and does not receive its
             // Ctrl-C.
             command.process_group(0);
@@ -129,7 +129,7 @@ impl SshHost {
             command.arg("-p").arg(port.to_string());
         }
         command.stdin(Stdio::null()).kill_on_drop(true);
-        if way == Way::Through {
+        if way == SshConnectMethod::Through {
             command.process_group(0);
         }
         command
@@ -146,7 +146,7 @@ impl SshHost {
         }
         // The control socket is a remnant: the master has exited or does not respond.
         let _ = std::fs::remove_file(&self.inner.control);
-        let mut command = self.ssh(Way::Master);
+        let mut command = self.ssh(SshConnectMethod::Master);
         command.args(["-f", "-N"]);
         self.destination(&mut command);
         let options = &self.inner.options;
@@ -196,7 +196,7 @@ impl SshHost {
         if !self.inner.control.exists() {
             return false;
         }
-        let mut command = self.ssh(Way::Through);
+        let mut command = self.ssh(SshConnectMethod::Through);
         command.args(["-o", "StreamLocalBindUnlink=yes", "-O", what]);
         if let Some(pair) = forward {
             command.args(["-L", pair]);
@@ -213,7 +213,7 @@ impl SshHost {
         args: &[&str],
         stdin: Stdio,
         patience: Duration,
-    ) -> Result<Said, SshError> {
+    ) -> Result<SshCommandResult, SshError> {
         let mut command = self.there(script, args);
         command.stdin(stdin);
         let said = self.finish(command, patience, "answer").await?;
@@ -228,8 +228,8 @@ impl SshHost {
 
     fn there(&self, script: &str, args: &[&str]) -> Command {
         let way = match self.inner.options.share {
-            true => Way::Through,
-            false => Way::Alone,
+            true => SshConnectMethod::Through,
+            false => SshConnectMethod::Alone,
         };
         let mut command = self.ssh(way);
         self.destination(&mut command);
@@ -248,7 +248,7 @@ impl SshHost {
         mut command: Command,
         patience: Duration,
         what: &'static str,
-    ) -> Result<Said, SshError> {
+    ) -> Result<SshCommandResult, SshError> {
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = self.spawn(&mut command)?;
         let (mut stdout, mut stderr) = (child.stdout.take(), child.stderr.take());
@@ -280,7 +280,7 @@ impl SshHost {
             timeout: patience,
         };
         let status = tokio::time::timeout(patience, run).await.map_err(late)??;
-        Ok(Said {
+        Ok(SshCommandResult {
             status,
             stdout: String::from_utf8_lossy(&said).into_owned(),
             stderr: String::from_utf8_lossy(&complained).into_owned(),
@@ -329,7 +329,7 @@ impl SshHost {
                 let mut stderr = Vec::new();
                 gather(&mut complaints, &mut stderr).await;
                 let status = child.wait().await.map_err(|error| self.cannot_run(error))?;
-                let said = Said {
+                let said = SshCommandResult {
                     status,
                     stdout: String::new(),
                     stderr: String::from_utf8_lossy(&stderr).into_owned(),
@@ -356,7 +356,7 @@ impl SshHost {
             // Keep reading stderr, so that ssh never blocks on a full pipe. The task ends with the
             // child.
             tokio::spawn(async move { gather(&mut complaints, &mut Vec::new()).await });
-            let reader = OfChild {
+            let reader = OwnedChildStdout {
                 stdout,
                 _child: child,
             };
@@ -367,12 +367,12 @@ impl SshHost {
 }
 
 /// stdout of a child process that is killed when the reader is dropped.
-struct OfChild {
+struct OwnedChildStdout {
     stdout: ChildStdout,
     _child: Child,
 }
 
-impl AsyncRead for OfChild {
+impl AsyncRead for OwnedChildStdout {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,

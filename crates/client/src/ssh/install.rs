@@ -153,7 +153,7 @@ impl SshHost {
             return Err(SshError::Missing { url: self.name() });
         };
         let binary = self.binary().await?;
-        let there = Machine::told(machine);
+        let there = RemotePlatform::told(machine);
         if there != binary.machine {
             return Err(SshError::Architecture {
                 url: self.name(),
@@ -190,7 +190,7 @@ impl SshHost {
     }
 
     /// The binary to install; read once.
-    async fn binary(&self) -> Result<&Binary, SshError> {
+    async fn binary(&self) -> Result<&InstallBinary, SshError> {
         let look = async || {
             let (path, version) = match &self.inner.options.local_binary {
                 Some(path) => (path.clone(), self.inner.options.version.clone()),
@@ -198,7 +198,7 @@ impl SshHost {
             };
             let read = tokio::task::spawn_blocking({
                 let path = path.clone();
-                move || Binary::read(&path, &version)
+                move || InstallBinary::read(&path, &version)
             });
             read.await
                 .map_err(io::Error::other)
@@ -227,15 +227,15 @@ pub(super) fn stamp(path: Option<&Path>) -> Result<String, SshError> {
 
 /// Binary to install.
 #[derive(Debug)]
-pub(super) struct Binary {
+pub(super) struct InstallBinary {
     /// File name on the host, unique for the content.
     name: String,
     sha256: String,
     bytes: u64,
-    machine: Machine,
+    machine: RemotePlatform,
 }
 
-impl Binary {
+impl InstallBinary {
     fn read(path: &Path, version: &str) -> io::Result<Self> {
         let mut file = File::open(path)?;
         let mut hash = Sha256::new();
@@ -248,7 +248,7 @@ impl Binary {
                 break;
             }
             let piece = &buffer[..read];
-            machine.get_or_insert_with(|| Machine::of_executable(piece));
+            machine.get_or_insert_with(|| RemotePlatform::of_executable(piece));
             hash.update(piece);
             bytes += read as u64;
         }
@@ -262,16 +262,16 @@ impl Binary {
             name: format!("exec-server-{version}-{}", &sha256[..16]),
             sha256,
             bytes,
-            machine: machine.unwrap_or_else(|| Machine::of_executable(&[])),
+            machine: machine.unwrap_or_else(|| RemotePlatform::of_executable(&[])),
         })
     }
 }
 
 /// OS and architecture, with the names that Linux uses.
 #[derive(Debug, PartialEq, Eq)]
-struct Machine(String);
+struct RemotePlatform(String);
 
-impl Machine {
+impl RemotePlatform {
     /// From the output of `uname -s` and `uname -m`.
     fn told(words: &str) -> Self {
         let mut words = words.split_whitespace();
@@ -346,18 +346,24 @@ mod tests {
             ("Darwin arm64", "Darwin aarch64"),
             ("", "unknown unknown"),
         ] {
-            assert_eq!(Machine::told(told).0, name, "{told}");
+            assert_eq!(RemotePlatform::told(told).0, name, "{told}");
         }
-        let own = Binary::read(&own_executable().unwrap(), "1.0 $(x)").unwrap();
+        let own = InstallBinary::read(&own_executable().unwrap(), "1.0 $(x)").unwrap();
         let arch = std::env::consts::ARCH;
         assert_eq!(own.machine.0, format!("Linux {arch}"));
         assert_eq!(own.name, format!("exec-server-1.0x-{}", &own.sha256[..16]));
-        assert_eq!(Machine::of_executable(b"#!/bin/sh\n").0, "no Linux machine");
-        assert_eq!(Machine::of_executable(b"\x7fELF").0, "no Linux machine");
+        assert_eq!(
+            RemotePlatform::of_executable(b"#!/bin/sh\n").0,
+            "no Linux machine"
+        );
+        assert_eq!(
+            RemotePlatform::of_executable(b"\x7fELF").0,
+            "no Linux machine"
+        );
         let mut arm = b"\x7fELF\x02\x01\x01".to_vec();
         arm.resize(18, 0);
         arm.extend([183, 0]);
-        assert_eq!(Machine::of_executable(&arm).0, "Linux aarch64");
+        assert_eq!(RemotePlatform::of_executable(&arm).0, "Linux aarch64");
     }
 
     #[test]

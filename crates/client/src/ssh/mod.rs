@@ -35,7 +35,7 @@ use tokio::net::UnixStream;
 use tokio::sync::OnceCell;
 
 use crate::client::ExecServerClient;
-use crate::dial::{Dial, DialError, Dialled, FirstWords};
+use crate::dial::{Dial, DialError, DialledLink, InitialMessages};
 use crate::error::ExecServerError;
 pub use crate::error::SshError;
 use crate::options::ExecServerClientConnectOptions;
@@ -145,11 +145,11 @@ pub fn default_directory() -> PathBuf {
 /// ```
 #[derive(Debug, Clone)]
 pub struct SshHost {
-    inner: Arc<Inner>,
+    inner: Arc<SshShared>,
 }
 
 #[derive(Debug)]
-struct Inner {
+struct SshShared {
     options: SshOptions,
     /// Control socket of our ssh master.
     control: PathBuf,
@@ -161,7 +161,7 @@ struct Inner {
     /// response.
     remembered: PathBuf,
     /// Binary to install; read when it is first needed.
-    binary: OnceCell<install::Binary>,
+    binary: OnceCell<install::InstallBinary>,
     /// Whether a connection was opened. After that ssh must not prompt, because the user may no
     /// longer be at the terminal.
     connected: AtomicBool,
@@ -189,7 +189,7 @@ impl SshHost {
             install::stamp(options.local_binary.as_deref())?,
         ]);
         let file = |tail: &str| options.directory.join(format!("{}{tail}", &name[..16]));
-        let inner = Inner {
+        let inner = SshShared {
             control: file(".ctl"),
             lock: file(".lock"),
             socket: file(&format!("-{}.sock", &build[..8])),
@@ -242,12 +242,12 @@ impl SshHost {
                 Ok(link) => (link, !first.is_empty()),
                 Err(unready) => {
                     let heard = match unready {
-                        Unready::Cold => false,
+                        ForwardingProblem::Cold => false,
                         // The daemon responds before it processes a message. Without a response it
                         // processed none, unless the response was lost because the master has
                         // exited.
-                        Unready::Lost => !self.has_master().await,
-                        Unready::Hung { heard } => heard,
+                        ForwardingProblem::Lost => !self.has_master().await,
+                        ForwardingProblem::Hung { heard } => heard,
                     };
                     if heard && !repeatable {
                         let url = self.name();
@@ -268,8 +268,8 @@ impl SshHost {
         // Another program that held the lock may have set up everything.
         match self.warm(&[]).await {
             Ok(link) => return Ok(link),
-            Err(Unready::Cold | Unready::Lost) => {}
-            Err(Unready::Hung { .. }) => self.end_master().await,
+            Err(ForwardingProblem::Cold | ForwardingProblem::Lost) => {}
+            Err(ForwardingProblem::Hung { .. }) => self.end_master().await,
         }
         self.master().await?;
         let place = self.daemon().await?;
@@ -285,9 +285,9 @@ impl SshHost {
 
     /// Opens a link through the existing forwarding. The daemon has the same build as this program,
     /// so it accepts messages directly after the request.
-    async fn warm(&self, first: &[Vec<u8>]) -> Result<Link, Unready> {
+    async fn warm(&self, first: &[Vec<u8>]) -> Result<Link, ForwardingProblem> {
         let Ok(stream) = UnixStream::connect(&self.inner.socket).await else {
-            return Err(Unready::Cold);
+            return Err(ForwardingProblem::Cold);
         };
         let held = stream.as_fd().try_clone_to_owned();
         let (reader, writer) = stream.into_split();
@@ -300,9 +300,9 @@ impl SshHost {
                     Ok(held) => end_by_force(&held).await,
                     Err(_) => true,
                 };
-                Err(Unready::Hung { heard })
+                Err(ForwardingProblem::Hung { heard })
             }
-            Err(_) => Err(Unready::Lost),
+            Err(_) => Err(ForwardingProblem::Lost),
         }
     }
 
@@ -360,19 +360,22 @@ impl SshHost {
 }
 
 impl Dial for SshHost {
-    fn dial(&self) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
-        self.dial_saying(FirstWords {
+    fn dial(&self) -> BoxFuture<'_, Result<DialledLink, ExecServerError>> {
+        self.dial_saying(InitialMessages {
             messages: Vec::new(),
             repeatable: true,
         })
     }
 
-    fn dial_saying(&self, first: FirstWords) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
+    fn dial_saying(
+        &self,
+        first: InitialMessages,
+    ) -> BoxFuture<'_, Result<DialledLink, ExecServerError>> {
         Box::pin(async move {
             let again = self.inner.connected.load(Ordering::Relaxed);
             let dialled = self.dial_or_say(&first.messages, first.repeatable);
             match dialled.await {
-                Ok((link, said)) => Ok(Dialled {
+                Ok((link, said)) => Ok(DialledLink {
                     said,
                     ..link.into()
                 }),
@@ -384,7 +387,7 @@ impl Dial for SshHost {
 }
 
 /// Reason why the existing forwarding cannot be used.
-enum Unready {
+enum ForwardingProblem {
     /// There is no forwarding.
     Cold,
     /// The daemon or the ssh connection has ended.

@@ -5,7 +5,7 @@ use exec_server_protocol::process::StartParams;
 
 use super::{SshHost, SshOptions};
 use crate::client::ExecServerClient;
-use crate::environment::connect::{Connect, ENVIRONMENT_CLIENT_NAME, Start, StartedThere};
+use crate::environment::connect::{Connect, ConnectTime, ENVIRONMENT_CLIENT_NAME, SessionAndStart};
 use crate::error::Reply;
 use crate::map::PathMap;
 use crate::options::ExecServerClientConnectOptions;
@@ -43,7 +43,7 @@ impl Connect for SshTarget {
         })
     }
 
-    fn connect_and_start(&self, params: StartParams) -> Reply<'_, StartedThere> {
+    fn connect_and_start(&self, params: StartParams) -> Reply<'_, SessionAndStart> {
         Box::pin(async move {
             let host = SshHost::new(self.ssh.clone())?;
             let options = self.options.clone();
@@ -62,9 +62,9 @@ impl Connect for SshTarget {
         self.ssh.url.to_string()
     }
 
-    fn start(&self) -> Start {
+    fn start(&self) -> ConnectTime {
         // Connecting may prompt for a password or install a binary.
-        Start::OnUse
+        ConnectTime::OnUse
     }
 
     fn map(&self) -> Option<&PathMap> {

@@ -10,20 +10,21 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use exec_server_protocol::PathUri;
-use exec_server_protocol::fs::{DirectoryEntry, Metadata};
+use exec_server_protocol::fs::{DirectoryEntry, MetadataResult};
 use exec_server_sync::Mutex;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::mpsc;
 
-use super::here::{self, Marks};
+use super::local_tree::{self, ModeAndTime};
 use super::{
-    IN_TREE, LARGE_IN_FLIGHT, SMALL_BYTES, TransferError, TransferOptions, TransferReport, Work,
-    blocking, each, executable, hex, interrupted, local, part_name, remote, settle, shown,
+    IN_TREE, LARGE_IN_FLIGHT, SMALL_BYTES, TransferError, TransferOptions, TransferReport,
+    TransferState, blocking, each, executable, hex, interrupted, local, part_name, remote, settle,
+    shown,
 };
 use crate::error::ExecServerError;
 use crate::fs::{
-    Access, DirectoryPages, ExecutorFileSystem, Feature, FileReader, Hash, ReadDirectory,
-    ReadStream, child, is_plain_name,
+    AccessOptions, DirectoryPages, ExecutorFileSystem, Feature, FileReader, HashOptions,
+    ReadDirectoryOptions, ReadStreamOptions, child, is_plain_name,
 };
 
 /// Copies a file of a remote machine to a local path. With [`TransferOptions::recursive`] it also
@@ -41,8 +42,8 @@ pub async fn download(
     to: &Path,
     options: TransferOptions,
 ) -> Result<TransferReport, TransferError> {
-    let work = Work::new(files, options, from).await?;
-    let found = work.files.metadata(from, Access::default()).await;
+    let work = TransferState::new(files, options, from).await?;
+    let found = work.files.metadata(from, AccessOptions::default()).await;
     let found = found.map_err(remote(from))?;
     if found.is_directory {
         if !work.options.recursive {
@@ -56,7 +57,7 @@ pub async fn download(
         let target = blocking(move || std::fs::canonicalize(&path).unwrap_or(path))
             .await
             .ok_or_else(|| interrupted(to))?;
-        let outcome = fetch_file(&work, from, &found, &target, Access::default()).await;
+        let outcome = fetch_file(&work, from, &found, &target, AccessOptions::default()).await;
         work.finished(to, outcome);
     } else {
         return Err(TransferError::Special(shown(from)));
@@ -66,27 +67,27 @@ pub async fn download(
 
 /// File or directory to fetch.
 #[derive(Debug, Clone)]
-struct Item {
+struct DownloadItem {
     from: PathUri,
     to: PathBuf,
-    found: Metadata,
+    found: MetadataResult,
 }
 
 /// Work list of a download.
 #[derive(Debug, Default)]
-struct Plan {
-    files: Vec<Item>,
+struct DownloadPlan {
+    files: Vec<DownloadItem>,
     /// Path and target of each symbolic link.
     links: Vec<(PathBuf, String)>,
     /// Parents come before their children.
-    directories: Vec<Item>,
+    directories: Vec<DownloadItem>,
 }
 
 async fn fetch_tree(
-    work: &Arc<Work>,
+    work: &Arc<TransferState>,
     from: &PathUri,
     to: &Path,
-    found: &Metadata,
+    found: &MetadataResult,
 ) -> Result<(), TransferError> {
     let files = &work.files;
     let base = files.canonicalize(from, None).await.map_err(remote(from))?;
@@ -97,17 +98,17 @@ async fn fetch_tree(
         .await
         .ok_or_else(|| interrupted(to))?
         .map_err(local(to))?;
-    let root = Item {
+    let root = DownloadItem {
         from: base,
         to: to.to_owned(),
         found: found.clone(),
     };
-    let plan = Arc::new(Mutex::new(Plan::default()));
+    let plan = Arc::new(Mutex::new(DownloadPlan::default()));
     let mut level = vec![root];
     while !level.is_empty() {
         let next = Arc::new(Mutex::new(Vec::new()));
         each(level, work.parallel(), |directory| {
-            let scan = Scan {
+            let scan = DirectoryScan {
                 work: Arc::clone(work),
                 plan: Arc::clone(&plan),
                 next: Arc::clone(&next),
@@ -119,7 +120,7 @@ async fn fetch_tree(
         let looked = std::mem::take(&mut *next.lock());
         let unknown = Arc::new(Mutex::new(Vec::new()));
         each(looked, work.parallel(), |look| {
-            let scan = Scan {
+            let scan = DirectoryScan {
                 work: Arc::clone(work),
                 plan: Arc::clone(&plan),
                 next: Arc::clone(&unknown),
@@ -131,8 +132,8 @@ async fn fetch_tree(
         level = std::mem::take(&mut *unknown.lock())
             .into_iter()
             .filter_map(|look| match look {
-                Look::Directory(item) => Some(item),
-                Look::At { .. } => None,
+                ScannedPathStep::Directory(item) => Some(item),
+                ScannedPathStep::At { .. } => None,
             })
             .collect();
     }
@@ -143,26 +144,26 @@ async fn fetch_tree(
 
 /// Next step for a scanned path.
 #[derive(Debug)]
-enum Look {
+enum ScannedPathStep {
     /// Request its metadata to find its type.
     At { from: PathUri, to: PathBuf },
     /// List the directory.
-    Directory(Item),
+    Directory(DownloadItem),
 }
 
 /// Scan of one directory of the remote tree.
-struct Scan {
-    work: Arc<Work>,
-    plan: Arc<Mutex<Plan>>,
-    next: Arc<Mutex<Vec<Look>>>,
+struct DirectoryScan {
+    work: Arc<TransferState>,
+    plan: Arc<Mutex<DownloadPlan>>,
+    next: Arc<Mutex<Vec<ScannedPathStep>>>,
     lists_links: bool,
 }
 
-impl Scan {
-    async fn directory(self, directory: Item) {
+impl DirectoryScan {
+    async fn directory(self, directory: DownloadItem) {
         let made = {
             let path = directory.to.clone();
-            blocking(move || here::make_directory(&path).map_err(local(&path))).await
+            blocking(move || local_tree::make_directory(&path).map_err(local(&path))).await
         };
         let made = made.unwrap_or_else(|| Err(interrupted(&directory.to)));
         let usable = made.is_ok();
@@ -170,7 +171,7 @@ impl Scan {
         if !usable {
             return;
         }
-        let options = ReadDirectory {
+        let options = ReadDirectoryOptions {
             links: self.lists_links,
             sandbox: None,
         };
@@ -194,7 +195,7 @@ impl Scan {
     /// so that duplicates are rejected.
     fn entries(
         &self,
-        directory: &Item,
+        directory: &DownloadItem,
         entries: Vec<DirectoryEntry>,
         names: &mut HashSet<OsString>,
     ) {
@@ -214,16 +215,21 @@ impl Scan {
             let to = directory.to.join(&name);
             match entry.symlink_target {
                 Some(target) => self.plan.lock().links.push((to, target)),
-                None => self.next.lock().push(Look::At { from, to }),
+                None => self.next.lock().push(ScannedPathStep::At { from, to }),
             }
         }
     }
 
-    async fn look(self, look: Look) {
-        let Look::At { from, to } = look else {
+    async fn look(self, look: ScannedPathStep) {
+        let ScannedPathStep::At { from, to } = look else {
             return;
         };
-        let found = match self.work.files.metadata(&from, Access::default()).await {
+        let found = match self
+            .work
+            .files
+            .metadata(&from, AccessOptions::default())
+            .await
+        {
             Ok(found) => found,
             Err(error) => return self.work.failed(remote(&from)(error)),
         };
@@ -240,10 +246,10 @@ impl Scan {
             drop(plan);
             self.next
                 .lock()
-                .push(Look::Directory(Item { from, to, found }));
+                .push(ScannedPathStep::Directory(DownloadItem { from, to, found }));
         } else if found.is_file {
             self.work.expect(1, found.size);
-            plan.files.push(Item { from, to, found });
+            plan.files.push(DownloadItem { from, to, found });
         } else {
             self.work.failed(TransferError::Special(shown(&from)));
         }
@@ -265,9 +271,9 @@ fn exact_name(directory: &PathUri, entry: &DirectoryEntry) -> Option<OsString> {
     is_plain_name(&name).then_some(name)
 }
 
-async fn fetch(work: &Arc<Work>, plan: Plan) {
+async fn fetch(work: &Arc<TransferState>, plan: DownloadPlan) {
     let parallel = work.parallel();
-    let (small, large): (Vec<Item>, Vec<Item>) = plan
+    let (small, large): (Vec<DownloadItem>, Vec<DownloadItem>) = plan
         .files
         .into_iter()
         .partition(|item| item.found.size <= SMALL_BYTES);
@@ -298,12 +304,12 @@ async fn fetch(work: &Arc<Work>, plan: Plan) {
         // content, and writing into a directory changes its time.
         let mark = move || {
             for item in directories.iter().rev() {
-                let Metadata {
+                let MetadataResult {
                     mode,
                     modified_at_ms,
                     ..
                 } = item.found;
-                if let Err(error) = here::mark_directory(&item.to, mode, modified_at_ms) {
+                if let Err(error) = local_tree::mark_directory(&item.to, mode, modified_at_ms) {
                     marking.failed(local(&item.to)(error));
                 }
             }
@@ -317,18 +323,18 @@ fn make_link(path: &Path, target: &str) -> Result<(), TransferError> {
     if target.contains(char::REPLACEMENT_CHARACTER) {
         return Err(TransferError::LinkText(path.display().to_string()));
     }
-    here::make_link(path, target).map_err(local(path))
+    local_tree::make_link(path, target).map_err(local(path))
 }
 
 /// Fetches small files with many concurrent requests; one thread writes them.
-async fn fetch_small(work: &Arc<Work>, items: Vec<Item>) {
+async fn fetch_small(work: &Arc<TransferState>, items: Vec<DownloadItem>) {
     /// Number of fetched files that wait to be written.
     const WRITE_BEHIND: usize = 8;
-    let (sender, mut receiver) = mpsc::channel::<(Item, Bytes)>(WRITE_BEHIND);
+    let (sender, mut receiver) = mpsc::channel::<(DownloadItem, Bytes)>(WRITE_BEHIND);
     let writer = Arc::clone(work);
     let writing = tokio::task::spawn_blocking(move || {
         while let Some((item, data)) = receiver.blocking_recv() {
-            let written = here::write_small(&item.to, &data, marks(&writer, &item.found));
+            let written = local_tree::write_small(&item.to, &data, marks(&writer, &item.found));
             let outcome = written.map_err(local(&item.to));
             writer.moved(&item.to, item.found.size);
             writer.finished(&item.to, outcome.map(|()| data.len() as u64));
@@ -337,7 +343,7 @@ async fn fetch_small(work: &Arc<Work>, items: Vec<Item>) {
     each(items, work.parallel(), |item| {
         let (work, sender) = (Arc::clone(work), sender.clone());
         async move {
-            let access = Access {
+            let access = AccessOptions {
                 links: IN_TREE,
                 sandbox: None,
             };
@@ -352,9 +358,9 @@ async fn fetch_small(work: &Arc<Work>, items: Vec<Item>) {
     settle(Some(writing.await));
 }
 
-fn marks(work: &Work, found: &Metadata) -> Marks {
+fn marks(work: &TransferState, found: &MetadataResult) -> ModeAndTime {
     let archive = work.options.archive;
-    Marks {
+    ModeAndTime {
         mode: found.mode.filter(|_| archive),
         executable: found.mode.is_some_and(|mode| executable(mode).is_some()),
         modified_at_ms: archive.then_some(found.modified_at_ms),
@@ -362,11 +368,11 @@ fn marks(work: &Work, found: &Metadata) -> Marks {
 }
 
 async fn fetch_file(
-    work: &Arc<Work>,
+    work: &Arc<TransferState>,
     from: &PathUri,
-    found: &Metadata,
+    found: &MetadataResult,
     to: &Path,
-    access: Access,
+    access: AccessOptions,
 ) -> Result<u64, TransferError> {
     let path = to.to_owned();
     let existing = blocking(move || std::fs::metadata(path).ok())
@@ -378,7 +384,7 @@ async fn fetch_file(
     if existing.is_some_and(|existing| !existing.is_file()) {
         // A device or a pipe is written to, not replaced.
         let reader = open(work, from, 0).await?;
-        let (_, length) = pump(work, reader, from, Target::InPlace, to, 0, None).await?;
+        let (_, length) = pump(work, reader, from, DownloadTarget::InPlace, to, 0, None).await?;
         return Ok(length);
     }
     if found.size > SMALL_BYTES {
@@ -388,15 +394,19 @@ async fn fetch_file(
     let data = data.map_err(remote(from))?;
     let length = data.len() as u64;
     let (path, marks) = (to.to_owned(), marks(work, found));
-    blocking(move || here::write_small(&path, &data, marks).map_err(local(&path)))
+    blocking(move || local_tree::write_small(&path, &data, marks).map_err(local(&path)))
         .await
         .unwrap_or_else(|| Err(interrupted(to)))?;
     work.moved(to, length);
     Ok(length)
 }
 
-async fn open(work: &Work, from: &PathUri, offset: u64) -> Result<FileReader, TransferError> {
-    let stream = ReadStream {
+async fn open(
+    work: &TransferState,
+    from: &PathUri,
+    offset: u64,
+) -> Result<FileReader, TransferError> {
+    let stream = ReadStreamOptions {
         offset,
         sandbox: None,
     };
@@ -407,9 +417,9 @@ async fn open(work: &Work, from: &PathUri, offset: u64) -> Result<FileReader, Tr
 /// Fetches a large file into a part file, resumes an earlier transfer, and renames the complete
 /// file to its target.
 async fn fetch_large(
-    work: &Arc<Work>,
+    work: &Arc<TransferState>,
     from: &PathUri,
-    found: &Metadata,
+    found: &MetadataResult,
     to: &Path,
 ) -> Result<u64, TransferError> {
     let Some(name) = to.file_name() else {
@@ -426,10 +436,10 @@ async fn fetch_large(
     let reader = open(work, from, offset).await?;
     work.resumed(to, offset);
     let marks = marks(work, found);
-    let target = Target::Part(part.clone(), marks);
+    let target = DownloadTarget::Part(part.clone(), marks);
     let (hash, length) = pump(work, reader, from, target, to, offset, hash).await?;
     if let Some(hash) = hash {
-        let sent = work.files.hash(from, Hash::default()).await;
+        let sent = work.files.hash(from, HashOptions::default()).await;
         let sent = sent.map_err(remote(from))?;
         if sent.length != length || sent.sha256 != hex(hash.finalize()) {
             // The part file does not match the source, so a later transfer must not resume it.
@@ -440,7 +450,7 @@ async fn fetch_large(
     let target = to.to_owned();
     let finish = move || {
         let file = std::fs::File::open(&part)?;
-        here::finish_part(&file, &part, &target, marks)
+        local_tree::finish_part(&file, &part, &target, marks)
     };
     blocking(finish)
         .await
@@ -451,17 +461,17 @@ async fn fetch_large(
 
 /// Length and hash of the part file if it matches the beginning of the source; otherwise zero.
 async fn resume_at(
-    work: &Work,
+    work: &TransferState,
     from: &PathUri,
     size: u64,
     part: &Path,
 ) -> Result<(u64, Sha256), TransferError> {
     let path = part.to_owned();
     let hashed = blocking(move || {
-        let length = here::part_length(&path)?;
+        let length = local_tree::part_length(&path)?;
         let wanted = length > 0 && length <= size;
         let hash = match wanted {
-            true => here::hash_prefix(&path, length)?,
+            true => local_tree::hash_prefix(&path, length)?,
             false => None,
         };
         std::io::Result::Ok((length, hash))
@@ -473,7 +483,7 @@ async fn resume_at(
     let Some(hash) = hash else {
         return Ok((0, Sha256::new()));
     };
-    let options = Hash {
+    let options = HashOptions {
         length: Some(length),
         sandbox: None,
     };
@@ -487,17 +497,17 @@ async fn resume_at(
 }
 
 /// Destination of fetched bytes.
-enum Target {
-    Part(PathBuf, Marks),
+enum DownloadTarget {
+    Part(PathBuf, ModeAndTime),
     InPlace,
 }
 
 /// Writes a remote stream to a local file, from `offset`.
 async fn pump(
-    work: &Work,
+    work: &TransferState,
     mut reader: FileReader,
     from: &PathUri,
-    target: Target,
+    target: DownloadTarget,
     to: &Path,
     offset: u64,
     hash: Option<Sha256>,
@@ -508,10 +518,13 @@ async fn pump(
     let path = to.to_owned();
     let writing = tokio::task::spawn_blocking(move || {
         let (file, at) = match &target {
-            Target::Part(part, marks) => (here::open_part(part, offset, *marks), part),
-            Target::InPlace => (std::fs::OpenOptions::new().write(true).open(&path), &path),
+            DownloadTarget::Part(part, marks) => {
+                (local_tree::open_part(part, offset, *marks), part)
+            }
+            DownloadTarget::InPlace => (std::fs::OpenOptions::new().write(true).open(&path), &path),
         };
-        let written = file.and_then(|file| here::write_pieces(&file, offset, hash, &mut receiver));
+        let written =
+            file.and_then(|file| local_tree::write_pieces(&file, offset, hash, &mut receiver));
         written.map_err(local(at))
     });
     let fetched = loop {

@@ -8,7 +8,7 @@
 use exec_server_protocol::text::hex;
 
 mod download;
-mod here;
+mod local_tree;
 mod upload;
 
 use std::fmt;
@@ -54,7 +54,7 @@ pub struct TransferOptions {
 }
 
 /// See [`TransferOptions::progress`].
-pub type ProgressFn = Arc<dyn Fn(&Progress<'_>) + Send + Sync>;
+pub type ProgressFn = Arc<dyn Fn(&TransferProgress<'_>) + Send + Sync>;
 
 impl Default for TransferOptions {
     fn default() -> Self {
@@ -85,7 +85,7 @@ impl fmt::Debug for TransferOptions {
 /// Progress of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Progress<'a> {
+pub struct TransferProgress<'a> {
     /// Number of finished files, including failed ones.
     pub files: u64,
     /// Total number of files found so far.
@@ -183,7 +183,7 @@ fn local(path: &Path) -> impl FnOnce(io::Error) -> TransferError {
 }
 
 /// State of one running transfer.
-struct Work {
+struct TransferState {
     files: Arc<dyn ExecutorFileSystem>,
     options: TransferOptions,
     /// The remote machine supports modes and times.
@@ -191,11 +191,11 @@ struct Work {
     /// The remote machine supports everything that resuming requires.
     can_resume: bool,
     /// This lock is never held across an await.
-    tally: Mutex<Tally>,
+    tally: Mutex<TransferCounts>,
 }
 
 #[derive(Debug, Default)]
-struct Tally {
+struct TransferCounts {
     done_files: u64,
     total_files: u64,
     done_bytes: u64,
@@ -203,7 +203,7 @@ struct Tally {
     report: TransferReport,
 }
 
-impl Work {
+impl TransferState {
     async fn new(
         files: Arc<dyn ExecutorFileSystem>,
         options: TransferOptions,
@@ -277,11 +277,11 @@ impl Work {
         self.tally.lock().report.failures.push(error);
     }
 
-    fn tell(&self, path: &Path, change: impl FnOnce(&mut Tally)) {
+    fn tell(&self, path: &Path, change: impl FnOnce(&mut TransferCounts)) {
         let progress = {
             let mut tally = self.tally.lock();
             change(&mut tally);
-            Progress {
+            TransferProgress {
                 files: tally.done_files,
                 total_files: tally.total_files,
                 bytes: tally.done_bytes,

@@ -4,21 +4,23 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use exec_server_protocol::fs::Metadata;
+use exec_server_protocol::fs::MetadataResult;
 use exec_server_protocol::{PathUri, codes};
 use sha2::{Digest as _, Sha256};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-use super::here::{self, Entry, Kind};
+use super::local_tree::{self, LocalEntry, LocalEntryKind};
 use super::{
-    IN_TREE, LARGE_IN_FLIGHT, SMALL_BYTES, TransferError, TransferOptions, TransferReport, Work,
-    blocking, each, executable, hex, interrupted, local, part_name, remote, settle, shown,
+    IN_TREE, LARGE_IN_FLIGHT, SMALL_BYTES, TransferError, TransferOptions, TransferReport,
+    TransferState, blocking, each, executable, hex, interrupted, local, part_name, remote, settle,
+    shown,
 };
 use crate::error::ExecServerError;
 use crate::fs::{
-    Access, CreateDirectory, ExecutorFileSystem, Feature, FileWriter, Hash, Links, Remove, Rename,
-    SetMetadata, WriteMode, WriteOptions, WriteStream, uri,
+    AccessOptions, CreateDirectoryOptions, ExecutorFileSystem, Feature, FileWriter, HashOptions,
+    Links, RemoveOptions, RenameOptions, SetMetadata, WriteMode, WriteOptions, WriteStreamOptions,
+    uri,
 };
 
 /// Copies a local file to a path of a remote machine. With [`TransferOptions::recursive`] it also
@@ -56,33 +58,37 @@ pub async fn upload(
     to: &PathUri,
     options: TransferOptions,
 ) -> Result<TransferReport, TransferError> {
-    let work = Work::new(files, options, to).await?;
+    let work = TransferState::new(files, options, to).await?;
     let path = from.to_owned();
-    let root = blocking(move || here::root(&path))
+    let root = blocking(move || local_tree::root(&path))
         .await
         .ok_or_else(|| interrupted(from))??;
     match root.kind {
-        Kind::File { size } => {
+        LocalEntryKind::File { size } => {
             work.expect(1, size);
             let outcome = send_file(&work, from, &root, size, to.clone(), Links::Follow).await;
             work.finished(from, outcome);
         }
-        Kind::Directory if work.options.recursive => send_tree(&work, from, root, to).await?,
-        Kind::Directory => return Err(TransferError::IsDirectory(from.display().to_string())),
+        LocalEntryKind::Directory if work.options.recursive => {
+            send_tree(&work, from, root, to).await?
+        }
+        LocalEntryKind::Directory => {
+            return Err(TransferError::IsDirectory(from.display().to_string()));
+        }
         _ => return Err(TransferError::Special(from.display().to_string())),
     }
     Ok(work.report())
 }
 
 async fn send_tree(
-    work: &Arc<Work>,
+    work: &Arc<TransferState>,
     from: &Path,
-    root: Entry,
+    root: LocalEntry,
     to: &PathUri,
 ) -> Result<(), TransferError> {
     let files = &work.files;
     files
-        .create_directory(to, CreateDirectory::default())
+        .create_directory(to, CreateDirectoryOptions::default())
         .await
         .map_err(remote(to))?;
     // The path to the root may contain symbolic links. Below the canonical root none is followed.
@@ -90,24 +96,24 @@ async fn send_tree(
     let base = base.to_native().map_err(crate::fs::bad_path);
     let base = base.map_err(remote(to))?;
     let path = from.to_owned();
-    let (entries, failures) = blocking(move || here::scan(&path))
+    let (entries, failures) = blocking(move || local_tree::scan(&path))
         .await
         .ok_or_else(|| interrupted(from))?;
     for failure in failures {
         work.failed(failure);
     }
-    let mut plan = Plan::default();
+    let mut plan = UploadPlan::default();
     plan.directories.push(vec![root]);
     for entry in entries {
         match entry.kind {
-            Kind::Directory => {
+            LocalEntryKind::Directory => {
                 let depth = entry.relative.components().count();
                 if plan.directories.len() <= depth {
                     plan.directories.resize_with(depth + 1, Vec::new);
                 }
                 plan.directories[depth].push(entry);
             }
-            Kind::File { size } => {
+            LocalEntryKind::File { size } => {
                 work.expect(1, size);
                 let list = match size <= SMALL_BYTES {
                     true => &mut plan.small,
@@ -115,17 +121,17 @@ async fn send_tree(
                 };
                 list.push((entry, size));
             }
-            Kind::Link { ref target } => {
+            LocalEntryKind::Link { ref target } => {
                 let target = target.clone();
                 plan.links.push((entry, target));
             }
-            Kind::Special => {
+            LocalEntryKind::Special => {
                 let path = from.join(&entry.relative).display().to_string();
                 work.failed(TransferError::Special(path));
             }
         }
     }
-    let tree = Tree {
+    let tree = UploadTree {
         work: Arc::clone(work),
         from: from.to_owned(),
         base,
@@ -136,23 +142,23 @@ async fn send_tree(
 
 /// Work list of an upload, in the order of execution.
 #[derive(Default)]
-struct Plan {
+struct UploadPlan {
     /// Grouped by depth.
-    directories: Vec<Vec<Entry>>,
-    small: Vec<(Entry, u64)>,
-    large: Vec<(Entry, u64)>,
-    links: Vec<(Entry, PathBuf)>,
+    directories: Vec<Vec<LocalEntry>>,
+    small: Vec<(LocalEntry, u64)>,
+    large: Vec<(LocalEntry, u64)>,
+    links: Vec<(LocalEntry, PathBuf)>,
 }
 
 #[derive(Clone)]
-struct Tree {
-    work: Arc<Work>,
+struct UploadTree {
+    work: Arc<TransferState>,
     from: PathBuf,
     base: PathBuf,
 }
 
-impl Tree {
-    fn target(&self, entry: &Entry) -> Result<PathUri, TransferError> {
+impl UploadTree {
+    fn target(&self, entry: &LocalEntry) -> Result<PathUri, TransferError> {
         let path = self.base.join(&entry.relative);
         uri(&path).map_err(|error| TransferError::Local {
             path,
@@ -160,9 +166,9 @@ impl Tree {
         })
     }
 
-    async fn send(&self, plan: Plan) {
+    async fn send(&self, plan: UploadPlan) {
         let parallel = self.work.parallel();
-        let Plan {
+        let UploadPlan {
             directories,
             small,
             large,
@@ -196,10 +202,10 @@ impl Tree {
         }
     }
 
-    async fn make_directory(self, entry: Entry) {
+    async fn make_directory(self, entry: LocalEntry) {
         let make = async {
             let target = self.target(&entry)?;
-            let options = CreateDirectory {
+            let options = CreateDirectoryOptions {
                 recursive: true,
                 links: IN_TREE,
                 sandbox: None,
@@ -212,7 +218,7 @@ impl Tree {
     }
 
     /// Sends small files. One thread reads them as fast as the remote machine accepts them.
-    async fn send_small(&self, entries: Vec<(Entry, u64)>) {
+    async fn send_small(&self, entries: Vec<(LocalEntry, u64)>) {
         /// Number of read files that wait to be sent.
         const READ_AHEAD: usize = 8;
         let (sender, mut receiver) = mpsc::channel(READ_AHEAD);
@@ -220,7 +226,7 @@ impl Tree {
         let reading = tokio::task::spawn_blocking(move || {
             for (entry, size) in entries {
                 let path = from.join(&entry.relative);
-                let data = here::read_small(&path, SMALL_BYTES).map_err(local(&path));
+                let data = local_tree::read_small(&path, SMALL_BYTES).map_err(local(&path));
                 if sender.blocking_send((entry, size, path, data)).is_err() {
                     return;
                 }
@@ -252,7 +258,7 @@ impl Tree {
         settle(Some(reading.await));
     }
 
-    async fn send_whole(&self, entry: &Entry, data: Bytes) -> Result<u64, TransferError> {
+    async fn send_whole(&self, entry: &LocalEntry, data: Bytes) -> Result<u64, TransferError> {
         let target = self.target(entry)?;
         let length = data.len() as u64;
         let options = write_options(&self.work, entry, IN_TREE);
@@ -261,19 +267,19 @@ impl Tree {
         Ok(length)
     }
 
-    async fn send_streamed(&self, entry: &Entry, size: u64) -> Result<u64, TransferError> {
+    async fn send_streamed(&self, entry: &LocalEntry, size: u64) -> Result<u64, TransferError> {
         let path = self.from.join(&entry.relative);
         let target = self.target(entry)?;
         send_large(&self.work, &path, entry, size, target, IN_TREE).await
     }
 
-    async fn send_large(self, entry: Entry, size: u64) {
+    async fn send_large(self, entry: LocalEntry, size: u64) {
         let outcome = self.send_streamed(&entry, size).await;
         let path = self.from.join(&entry.relative);
         self.work.finished(&path, outcome);
     }
 
-    async fn make_link(self, entry: Entry, text: PathBuf) {
+    async fn make_link(self, entry: LocalEntry, text: PathBuf) {
         let make = async {
             let target = self.target(&entry)?;
             let Some(text) = text.to_str() else {
@@ -287,7 +293,7 @@ impl Tree {
                 return Err(remote(&target)(error));
             }
             // The path may exist. As for files, an existing file or link is replaced.
-            match files.remove(&target, Remove::default()).await {
+            match files.remove(&target, RemoveOptions::default()).await {
                 Ok(()) => files.create_symlink(&target, text, None).await,
                 Err(_) => Err(error),
             }
@@ -297,7 +303,7 @@ impl Tree {
         self.work.count(outcome, |report| report.links += 1);
     }
 
-    async fn mark_directory(self, entry: Entry) {
+    async fn mark_directory(self, entry: LocalEntry) {
         let mark = async {
             let target = self.target(&entry)?;
             let options = SetMetadata {
@@ -315,7 +321,7 @@ impl Tree {
     }
 }
 
-fn write_options(work: &Work, entry: &Entry, links: Links) -> WriteOptions {
+fn write_options(work: &TransferState, entry: &LocalEntry, links: Links) -> WriteOptions {
     let archive = work.options.archive;
     let mode = if archive {
         Some(entry.mode)
@@ -331,16 +337,16 @@ fn write_options(work: &Work, entry: &Entry, links: Links) -> WriteOptions {
 }
 
 async fn send_file(
-    work: &Arc<Work>,
+    work: &Arc<TransferState>,
     from: &Path,
-    entry: &Entry,
+    entry: &LocalEntry,
     size: u64,
     to: PathUri,
     links: Links,
 ) -> Result<u64, TransferError> {
     if size <= SMALL_BYTES {
         let path = from.to_owned();
-        let data = blocking(move || here::read_small(&path, SMALL_BYTES))
+        let data = blocking(move || local_tree::read_small(&path, SMALL_BYTES))
             .await
             .ok_or_else(|| interrupted(from))?
             .map_err(local(from))?;
@@ -357,15 +363,15 @@ async fn send_file(
 }
 
 async fn send_large(
-    work: &Arc<Work>,
+    work: &Arc<TransferState>,
     from: &Path,
-    entry: &Entry,
+    entry: &LocalEntry,
     size: u64,
     to: PathUri,
     links: Links,
 ) -> Result<u64, TransferError> {
     let files = &work.files;
-    let access = Access {
+    let access = AccessOptions {
         links,
         sandbox: None,
     };
@@ -379,7 +385,7 @@ async fn send_large(
     };
     let to = match &existing {
         // If the target is a symbolic link, replace the file that it refers to, not the link.
-        Some(Metadata {
+        Some(MetadataResult {
             is_symlink: true, ..
         }) => files.canonicalize(&to, None).await.map_err(remote(&to))?,
         _ => to,
@@ -399,12 +405,12 @@ async fn send_large(
             .supports(Feature::AtomicStreams)
             .await
             .map_err(remote(&to))?;
-    let stream = WriteStream {
+    let stream = WriteStreamOptions {
         mode: match atomic {
             true => WriteMode::Atomic,
             false => WriteMode::Replace,
         },
-        ..WriteStream::default()
+        ..WriteStreamOptions::default()
     };
     let writer = files.open_write(&to, stream).await.map_err(remote(&to))?;
     let (_, length) = pump(work, from, 0, None, writer, &to).await?;
@@ -412,7 +418,11 @@ async fn send_large(
     Ok(length)
 }
 
-async fn mark(work: &Work, path: &PathUri, options: WriteOptions) -> Result<(), TransferError> {
+async fn mark(
+    work: &TransferState,
+    path: &PathUri,
+    options: WriteOptions,
+) -> Result<(), TransferError> {
     if options.mode.is_none() && options.modified_at_ms.is_none() {
         return Ok(());
     }
@@ -429,7 +439,7 @@ async fn mark(work: &Work, path: &PathUri, options: WriteOptions) -> Result<(), 
 /// Sends a large file into a part file, resumes an earlier transfer, and renames the complete file
 /// to its target.
 async fn send_resumable(
-    work: &Arc<Work>,
+    work: &Arc<TransferState>,
     from: &Path,
     size: u64,
     to: &PathUri,
@@ -443,7 +453,7 @@ async fn send_resumable(
     };
     let part = uri(native.with_file_name(part_name(name))).map_err(remote(to))?;
     let (offset, hash) = resume_at(work, from, size, &part).await?;
-    let stream = WriteStream {
+    let stream = WriteStreamOptions {
         mode: match offset {
             // `Replace` truncates an existing part file.
             0 => WriteMode::Replace,
@@ -459,17 +469,17 @@ async fn send_resumable(
     work.resumed(from, offset);
     let (hash, length) = pump(work, from, offset, Some(hash), writer, &part).await?;
     let arrived = files
-        .hash(&part, Hash::default())
+        .hash(&part, HashOptions::default())
         .await
         .map_err(remote(&part))?;
     let sent = hash.map(|hash| hex(hash.finalize()));
     if arrived.length != length || Some(arrived.sha256) != sent {
         // The part file does not match the source, so a later transfer must not resume it.
-        let _ = files.remove(&part, Remove::default()).await;
+        let _ = files.remove(&part, RemoveOptions::default()).await;
         return Err(TransferError::Differs(shown(to)));
     }
     mark(work, &part, options).await?;
-    let replace = Rename {
+    let replace = RenameOptions {
         overwrite: true,
         sandbox: None,
     };
@@ -480,16 +490,16 @@ async fn send_resumable(
 
 /// Length and hash of the part file if it matches the beginning of the source; otherwise zero.
 async fn resume_at(
-    work: &Work,
+    work: &TransferState,
     from: &Path,
     size: u64,
     part: &PathUri,
 ) -> Result<(u64, Sha256), TransferError> {
-    let refuse = Access {
+    let refuse = AccessOptions {
         links: Links::Refuse,
         sandbox: None,
     };
-    let found = match work.files.metadata(part, Access::default()).await {
+    let found = match work.files.metadata(part, AccessOptions::default()).await {
         Ok(found) if found.is_symlink => {
             // Return the server's error about the symbolic link.
             return Err(match work.files.metadata(part, refuse).await {
@@ -507,12 +517,12 @@ async fn resume_at(
     }
     let path = from.to_owned();
     let length = Some(found);
-    let there = Hash {
+    let there = HashOptions {
         length,
         sandbox: None,
     };
     let (here, there) = tokio::join!(
-        blocking(move || here::hash_prefix(&path, found)),
+        blocking(move || local_tree::hash_prefix(&path, found)),
         work.files.hash(part, there)
     );
     let here = here
@@ -529,7 +539,7 @@ async fn resume_at(
 
 /// Sends a local file from `offset` and commits the write.
 async fn pump(
-    work: &Work,
+    work: &TransferState,
     from: &Path,
     offset: u64,
     hash: Option<Sha256>,
@@ -541,7 +551,7 @@ async fn pump(
     let (sender, mut receiver) = mpsc::channel::<Bytes>(READ_AHEAD);
     let path = from.to_owned();
     let reading =
-        tokio::task::spawn_blocking(move || here::read_pieces(&path, offset, hash, &sender));
+        tokio::task::spawn_blocking(move || local_tree::read_pieces(&path, offset, hash, &sender));
     while let Some(piece) = receiver.recv().await {
         let length = piece.len() as u64;
         writer.write_chunk(piece).await.map_err(remote(to))?;

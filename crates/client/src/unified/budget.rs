@@ -105,7 +105,7 @@ impl HeadTail {
     /// The output truncated to `max_tokens` tokens, including markers; `None` for no limit.
     ///
     /// The markers state the total size even if no output fits.
-    pub fn fit(&self, max_tokens: Option<usize>) -> Fitted {
+    pub fn fit(&self, max_tokens: Option<usize>) -> TruncatedOutput {
         let room = max_tokens.map_or(usize::MAX, |max| max.saturating_mul(BYTES_PER_TOKEN));
         let tail: Vec<u8> = self.tail.iter().copied().collect();
         let original_tokens = tokens(self.total);
@@ -113,7 +113,7 @@ impl HeadTail {
             let whole = [&self.head[..], &tail].concat();
             let text = String::from_utf8_lossy(&whole);
             if text.len() <= room {
-                return Fitted {
+                return TruncatedOutput {
                     text: text.into_owned(),
                     original_tokens,
                     omitted_bytes: 0,
@@ -133,7 +133,7 @@ impl HeadTail {
             .len()
             .saturating_add(tail_text.len() + marker.len() + 1);
         if length <= room {
-            return Fitted {
+            return TruncatedOutput {
                 text: join(&head_text, &marker, &tail_text),
                 original_tokens,
                 omitted_bytes: omitted,
@@ -143,7 +143,7 @@ impl HeadTail {
     }
 
     /// The beginning of `head` and the end of `tail`, which may be the same slice.
-    fn cut(&self, head: &[u8], tail: &[u8], room: usize) -> Fitted {
+    fn cut(&self, head: &[u8], tail: &[u8], room: usize) -> TruncatedOutput {
         let original_tokens = tokens(self.total);
         let warning = format!(
             "Warning: truncated output (original token count: {original_tokens})\n\
@@ -158,7 +158,7 @@ impl HeadTail {
         let rest = if same { &tail[head_used..] } else { tail };
         let (tail_text, tail_used) = last(rest, room - room / 2);
         let omitted = self.total - (head_used + tail_used) as u64;
-        Fitted {
+        TruncatedOutput {
             text: warning + &join(&head_text, &marker(omitted), &tail_text),
             original_tokens,
             omitted_bytes: omitted,
@@ -168,7 +168,7 @@ impl HeadTail {
 
 /// Output truncated to a token limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fitted {
+pub struct TruncatedOutput {
     /// The text, with a marker for omitted bytes.
     pub text: String,
     /// Number of tokens of the complete output.

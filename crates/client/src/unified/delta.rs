@@ -3,20 +3,20 @@
 //! Keeps the bytes of an incomplete character per stream, and limits the size of a delta.
 
 use bytes::{Bytes, BytesMut};
-use exec_server_protocol::process::Stream;
+use exec_server_protocol::process::OutputStream;
 
 use super::budget::complete;
 
 /// Joins characters that are split between two chunks, separately for each stream.
 #[derive(Debug, Default)]
-pub(super) struct Joiner {
+pub(super) struct CharacterJoiner {
     /// Incomplete character of each stream: at most three bytes.
     begun: [Bytes; 3],
 }
 
-impl Joiner {
+impl CharacterJoiner {
     /// Adds a chunk; returns the bytes up to the last complete character.
-    pub(super) fn push(&mut self, stream: Stream, chunk: Bytes) -> Bytes {
+    pub(super) fn push(&mut self, stream: OutputStream, chunk: Bytes) -> Bytes {
         let begun = &mut self.begun[index(stream)];
         let mut whole = if begun.is_empty() {
             chunk
@@ -33,19 +33,23 @@ impl Joiner {
     }
 
     /// The incomplete characters left at the end of the streams.
-    pub(super) fn finish(&mut self) -> impl Iterator<Item = (Stream, Bytes)> {
-        [Stream::Stdout, Stream::Stderr, Stream::Pty]
-            .into_iter()
-            .zip(std::mem::take(&mut self.begun))
-            .filter(|(_, bytes)| !bytes.is_empty())
+    pub(super) fn finish(&mut self) -> impl Iterator<Item = (OutputStream, Bytes)> {
+        [
+            OutputStream::Stdout,
+            OutputStream::Stderr,
+            OutputStream::Pty,
+        ]
+        .into_iter()
+        .zip(std::mem::take(&mut self.begun))
+        .filter(|(_, bytes)| !bytes.is_empty())
     }
 }
 
-fn index(stream: Stream) -> usize {
+fn index(stream: OutputStream) -> usize {
     match stream {
-        Stream::Stdout => 0,
-        Stream::Stderr => 1,
-        Stream::Pty => 2,
+        OutputStream::Stdout => 0,
+        OutputStream::Stderr => 1,
+        OutputStream::Pty => 2,
     }
 }
 
@@ -68,27 +72,27 @@ mod tests {
 
     #[test]
     fn joiner_joins_split_characters_per_stream() {
-        let mut joiner = Joiner::default();
+        let mut joiner = CharacterJoiner::default();
         let euro = "€".as_bytes();
         let first = Bytes::copy_from_slice(&[b'a', euro[0], euro[1]]);
-        assert_eq!(joiner.push(Stream::Stdout, first), "a");
+        assert_eq!(joiner.push(OutputStream::Stdout, first), "a");
         // A chunk of another stream arrives in between.
         let other = Bytes::from_static(b"err");
-        assert_eq!(joiner.push(Stream::Stderr, other), "err");
+        assert_eq!(joiner.push(OutputStream::Stderr, other), "err");
         let rest = Bytes::copy_from_slice(&[euro[2], b'b']);
-        assert_eq!(joiner.push(Stream::Stdout, rest), "€b".as_bytes());
+        assert_eq!(joiner.push(OutputStream::Stdout, rest), "€b".as_bytes());
         assert_eq!(joiner.finish().count(), 0);
     }
 
     #[test]
     fn joiner_returns_incomplete_characters_at_the_end() {
-        let mut joiner = Joiner::default();
+        let mut joiner = CharacterJoiner::default();
         assert_eq!(
-            joiner.push(Stream::Pty, Bytes::from_static(b"x\xf0\x9f")),
+            joiner.push(OutputStream::Pty, Bytes::from_static(b"x\xf0\x9f")),
             "x"
         );
         let rest: Vec<_> = joiner.finish().collect();
-        assert_eq!(rest, [(Stream::Pty, Bytes::from_static(b"\xf0\x9f"))]);
+        assert_eq!(rest, [(OutputStream::Pty, Bytes::from_static(b"\xf0\x9f"))]);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use exec_server_protocol::process::SandboxType;
 
-use super::answer::{DenialReport, DenialSource};
+use super::command_result::{DenialReport, DenialSource};
 use crate::event::ProcessExit;
 
 /// Error messages that a sandbox denial causes in common tools. They are checked only if the

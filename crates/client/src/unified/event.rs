@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use bytes::Bytes;
-use exec_server_protocol::process::Stream;
+use exec_server_protocol::process::OutputStream;
 use futures_util::future::BoxFuture;
 
 /// Observer event of a command.
@@ -33,7 +33,7 @@ pub enum UnifiedEvent {
         /// Id of its session.
         session_id: u32,
         /// The output stream.
-        stream: Stream,
+        stream: OutputStream,
         /// The output bytes.
         chunk: Bytes,
     },

@@ -25,12 +25,12 @@ pub const PLAIN_ENVIRONMENT: &[(&str, &str)] = &[
 ///
 /// Approval and sandbox policy were decided before; this module requests no approval.
 #[derive(Debug, Clone)]
-pub struct Launch {
+pub struct CommandLaunch {
     pub(super) backend: Arc<dyn ExecBackend>,
     pub(super) params: StartParams,
 }
 
-impl Launch {
+impl CommandLaunch {
     /// Creates a launch from a complete request, including its sandbox policy.
     ///
     /// The request is sent unchanged, except for the process id, which is replaced by one of the

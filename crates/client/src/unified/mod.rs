@@ -5,21 +5,21 @@
 //! result has a limit in tokens, the buffers have a limit in bytes, and markers state how much
 //! output is omitted. Works with any [`ExecBackend`](crate::ExecBackend). All waits use tokio's
 //! clock, so that tests with a paused clock are deterministic. Approval and policy are decided
-//! before a [`Launch`] is created.
+//! before a [`CommandLaunch`] is created.
 //!
 //! ```no_run
 //! use std::sync::Arc;
 //!
 //! use exec_server_client::protocol::PathUri;
 //! use exec_server_client::unified::{
-//!     DirectRequest, ExecCommand, Launch, UnifiedExec, UnifiedExecConfig, WriteStdin,
+//!     DirectRequest, ExecCommand, CommandLaunch, UnifiedExec, UnifiedExecConfig, WriteStdin,
 //! };
 //! use exec_server_client::ExecBackend;
 //!
 //! # async fn example(backend: Arc<dyn ExecBackend>) -> Result<(), Box<dyn std::error::Error>> {
 //! let unified = UnifiedExec::new(UnifiedExecConfig::default());
 //! let request = DirectRequest::shell("/bin/sh", false, "make test", PathUri::parse("file:///srv")?);
-//! let launch = Launch::direct(backend, request);
+//! let launch = CommandLaunch::direct(backend, request);
 //! let mut answer = unified.exec_command(ExecCommand::new("call-1", launch)).await?;
 //! while let Some(session) = answer.session_id {
 //!     answer = unified.write_stdin(WriteStdin::poll("call-2", session)).await?;
@@ -29,8 +29,8 @@
 //! # }
 //! ```
 
-mod answer;
 mod budget;
+mod command_result;
 mod config;
 mod delta;
 mod denial;
@@ -53,14 +53,14 @@ use exec_server_sync::Mutex;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-pub use answer::{Answer, DenialReport, DenialSource, InputStatus};
-pub use budget::{BYTES_PER_TOKEN, Fitted, HeadTail, tokens};
+pub use budget::{BYTES_PER_TOKEN, HeadTail, TruncatedOutput, tokens};
+pub use command_result::{CommandResult, DenialReport, DenialSource, InputStatus};
 pub use config::{IdSource, UnifiedExecConfig};
 pub use event::{EventSink, UnifiedEvent};
-pub use launch::{DirectRequest, Launch, PLAIN_ENVIRONMENT, ProcessIo, StdinMode};
+pub use launch::{CommandLaunch, DirectRequest, PLAIN_ENVIRONMENT, ProcessIo, StdinMode};
 
-use session::{Birth, Follower, Progress, Session, Wrote};
-use store::Store;
+use session::{CommandSession, EventFollower, NewSession, ProcessProgress, WriteAttempt};
+use store::SessionStore;
 
 use crate::backend::{ExecProcess, StartedProcess};
 use crate::error::ExecServerError;
@@ -76,29 +76,29 @@ const IDS: std::ops::Range<u32> = 1000..100_000;
 /// Dropping the last clone terminates all commands.
 #[derive(Debug, Clone)]
 pub struct UnifiedExec {
-    inner: Arc<Inner>,
+    inner: Arc<UnifiedShared>,
 }
 
-struct Inner {
+struct UnifiedShared {
     config: Arc<UnifiedExecConfig>,
     sink: Option<Arc<dyn EventSink>>,
-    state: Mutex<State>,
-    /// Number of active `Pause` guards.
+    state: Mutex<UnifiedState>,
+    /// Number of active `DeadlinePause` guards.
     paused: watch::Sender<usize>,
     /// Counter for sequential session ids.
     counter: AtomicU32,
     answers: AtomicU32,
 }
 
-struct State {
-    store: Store<Arc<Session>>,
+struct UnifiedState {
+    store: SessionStore<Arc<CommandSession>>,
     /// Sessions whose end was reported, oldest first.
-    finished: VecDeque<Arc<Session>>,
+    finished: VecDeque<Arc<CommandSession>>,
 }
 
-impl fmt::Debug for Inner {
+impl fmt::Debug for UnifiedShared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Inner")
+        f.debug_struct("UnifiedShared")
             .field("sessions", &self.state.lock().store.len())
             .finish_non_exhaustive()
     }
@@ -110,7 +110,7 @@ pub struct ExecCommand {
     /// Id of the call in events.
     pub call_id: String,
     /// The command and its backend.
-    pub launch: Launch,
+    pub launch: CommandLaunch,
     /// Yield time; clamped by the configuration.
     pub yield_time: Option<Duration>,
     /// Maximum number of output tokens; clamped by the configuration.
@@ -119,7 +119,7 @@ pub struct ExecCommand {
 
 impl ExecCommand {
     /// Arguments with the default yield time and token limit.
-    pub fn new(call_id: impl Into<String>, launch: Launch) -> Self {
+    pub fn new(call_id: impl Into<String>, launch: CommandLaunch) -> Self {
         Self {
             call_id: call_id.into(),
             launch,
@@ -220,9 +220,9 @@ pub struct SessionInfo {
 /// Guard that pauses the deadlines of calls, for example during an approval prompt.
 #[derive(Debug)]
 #[must_use = "deadlines go on when it is dropped"]
-pub struct Pause(Arc<Inner>);
+pub struct DeadlinePause(Arc<UnifiedShared>);
 
-impl Drop for Pause {
+impl Drop for DeadlinePause {
     fn drop(&mut self) {
         self.0.paused.send_modify(|count| *count -= 1);
     }
@@ -240,12 +240,12 @@ impl UnifiedExec {
     }
 
     fn build(config: UnifiedExecConfig, sink: Option<Arc<dyn EventSink>>) -> Self {
-        let store = Store::new(config.max_sessions, config.protected_sessions);
+        let store = SessionStore::new(config.max_sessions, config.protected_sessions);
         Self {
-            inner: Arc::new(Inner {
+            inner: Arc::new(UnifiedShared {
                 config: Arc::new(config),
                 sink,
-                state: Mutex::new(State {
+                state: Mutex::new(UnifiedState {
                     store,
                     finished: VecDeque::new(),
                 }),
@@ -270,7 +270,10 @@ impl UnifiedExec {
     ///
     /// When the command cannot be started. Its exit code, or a lost connection, is part of the
     /// result.
-    pub async fn exec_command(&self, command: ExecCommand) -> Result<Answer, UnifiedExecError> {
+    pub async fn exec_command(
+        &self,
+        command: ExecCommand,
+    ) -> Result<CommandResult, UnifiedExecError> {
         let inner = &self.inner;
         let began = Instant::now();
         let reservation = inner.reserve()?;
@@ -281,7 +284,7 @@ impl UnifiedExec {
             max_output_tokens,
         } = command;
         let takes_input = launch.takes_input();
-        let Launch {
+        let CommandLaunch {
             backend,
             mut params,
         } = launch;
@@ -304,7 +307,7 @@ impl UnifiedExec {
                 return Err(error.into());
             }
         };
-        let birth = Birth {
+        let birth = NewSession {
             id: reservation.id,
             call_id,
             process,
@@ -314,15 +317,15 @@ impl UnifiedExec {
             takes_input,
             sandbox_type,
         };
-        let session = Arc::new(Session::new(birth, &inner.config));
+        let session = Arc::new(CommandSession::new(birth, &inner.config));
         // This always succeeds: no other call has access to the new session.
         let interaction = session.interaction.try_lock().ok();
         reservation.keep(&session);
-        let follower = Follower {
+        let follower = EventFollower {
             session: Arc::clone(&session),
             sink: inner.sink.clone(),
             config: Arc::clone(&inner.config),
-            joiner: delta::Joiner::default(),
+            joiner: delta::CharacterJoiner::default(),
             deltas: 0,
             untold: 0,
         };
@@ -342,7 +345,7 @@ impl UnifiedExec {
     /// # Errors
     ///
     /// When no session has this id, or its input cannot be written.
-    pub async fn write_stdin(&self, write: WriteStdin) -> Result<Answer, UnifiedExecError> {
+    pub async fn write_stdin(&self, write: WriteStdin) -> Result<CommandResult, UnifiedExecError> {
         let inner = &self.inner;
         let WriteStdin {
             call_id,
@@ -377,9 +380,11 @@ impl UnifiedExec {
             } else {
                 let bytes = Bytes::from(chars.clone());
                 status = match session.write(&mut input, bytes, deadline).await? {
-                    Wrote::Status(status) => status,
-                    Wrote::Refused => return Err(UnifiedExecError::InputPending(session_id)),
-                    Wrote::Starting => return Err(UnifiedExecError::Starting(session_id)),
+                    WriteAttempt::Status(status) => status,
+                    WriteAttempt::Refused => {
+                        return Err(UnifiedExecError::InputPending(session_id));
+                    }
+                    WriteAttempt::Starting => return Err(UnifiedExecError::Starting(session_id)),
                 };
             }
             deadline = deadline.max(Instant::now() + inner.config.settle);
@@ -408,7 +413,7 @@ impl UnifiedExec {
         session_id: u32,
         mode: TerminateMode,
         max_output_tokens: Option<usize>,
-    ) -> Result<Answer, UnifiedExecError> {
+    ) -> Result<CommandResult, UnifiedExecError> {
         let inner = &self.inner;
         let session = inner
             .state
@@ -451,9 +456,9 @@ impl UnifiedExec {
     }
 
     /// Pauses the deadlines of all calls until the guard is dropped. Commands continue.
-    pub fn pause(&self) -> Pause {
+    pub fn pause(&self) -> DeadlinePause {
         self.inner.paused.send_modify(|count| *count += 1);
-        Pause(Arc::clone(&self.inner))
+        DeadlinePause(Arc::clone(&self.inner))
     }
 
     /// Terminates all commands and their descendants.
@@ -465,7 +470,7 @@ impl UnifiedExec {
     }
 }
 
-fn info(session: &Session) -> SessionInfo {
+fn info(session: &CommandSession) -> SessionInfo {
     let progress = session.progress.borrow().clone();
     SessionInfo {
         session_id: session.id,
@@ -482,14 +487,14 @@ fn info(session: &Session) -> SessionInfo {
     }
 }
 
-impl Inner {
-    fn find(&self, id: u32) -> Option<Arc<Session>> {
+impl UnifiedShared {
+    fn find(&self, id: u32) -> Option<Arc<CommandSession>> {
         let state = self.state.lock();
         let finished = || state.finished.iter().find(|session| session.id == id);
         state.store.get(id).or_else(finished).cloned()
     }
 
-    fn reserve(self: &Arc<Self>) -> Result<Reservation, UnifiedExecError> {
+    fn reserve(self: &Arc<Self>) -> Result<SessionReservation, UnifiedExecError> {
         let mut state = self.state.lock();
         let max = IDS.len();
         // At most half of the ids are used, so that a free one is found in a few attempts.
@@ -504,7 +509,7 @@ impl Inner {
             }
         };
         state.store.reserve(id);
-        Ok(Reservation {
+        Ok(SessionReservation {
             inner: Arc::clone(self),
             id,
             kept: false,
@@ -527,7 +532,7 @@ impl Inner {
     }
 
     /// Waits for the end of a command, or for the deadline.
-    async fn collect(&self, session: &Session, mut deadline: Instant) {
+    async fn collect(&self, session: &CommandSession, mut deadline: Instant) {
         let mut progress = session.progress.subscribe();
         let mut paused = self.paused.subscribe();
         loop {
@@ -564,14 +569,14 @@ impl Inner {
     /// end.
     fn answer(
         &self,
-        session: &Arc<Session>,
+        session: &Arc<CommandSession>,
         began: Instant,
         max_output_tokens: Option<usize>,
         input: InputStatus,
-    ) -> Answer {
+    ) -> CommandResult {
         // Read the state before the output, so that output after this point is part of the next
         // result.
-        let Progress { exit, failure, .. } = session.progress.borrow().clone();
+        let ProcessProgress { exit, failure, .. } = session.progress.borrow().clone();
         let running = exit.is_none() && failure.is_none();
         let (window, has_gaps) = session.take_window();
         let fitted = window.fit(Some(self.config.output_tokens(max_output_tokens)));
@@ -579,7 +584,7 @@ impl Inner {
         if !running {
             self.finish(session);
         }
-        Answer {
+        CommandResult {
             chunk_id: format!("{:06x}", self.number(&self.answers) & 0xff_ffff),
             wall_time: began.elapsed(),
             session_id: running.then_some(session.id),
@@ -595,7 +600,7 @@ impl Inner {
     }
 
     /// Moves an ended command from the sessions to the finished ones.
-    fn finish(&self, session: &Arc<Session>) {
+    fn finish(&self, session: &Arc<CommandSession>) {
         let mut state = self.state.lock();
         let is_there = state
             .store
@@ -611,7 +616,7 @@ impl Inner {
     }
 }
 
-impl Drop for Inner {
+impl Drop for UnifiedShared {
     fn drop(&mut self) {
         let sessions = self.state.lock().store.drain();
         let Ok(runtime) = tokio::runtime::Handle::try_current() else {
@@ -625,14 +630,14 @@ impl Drop for Inner {
 }
 
 /// Reserved id of a command that is being started. Dropping it releases the id if the start failed.
-struct Reservation {
-    inner: Arc<Inner>,
+struct SessionReservation {
+    inner: Arc<UnifiedShared>,
     id: u32,
     kept: bool,
 }
 
-impl Reservation {
-    fn keep(mut self, session: &Arc<Session>) {
+impl SessionReservation {
+    fn keep(mut self, session: &Arc<CommandSession>) {
         self.kept = true;
         let removed = self
             .inner
@@ -649,7 +654,7 @@ impl Reservation {
     }
 }
 
-impl Drop for Reservation {
+impl Drop for SessionReservation {
     fn drop(&mut self) {
         if !self.kept {
             self.inner.state.lock().store.remove(self.id);

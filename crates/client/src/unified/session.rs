@@ -6,19 +6,19 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use exec_server_protocol::process::{SandboxType, Stream, TerminateMode, WriteStatus};
+use exec_server_protocol::process::{OutputStream, SandboxType, TerminateMode, WriteStatus};
 use exec_server_sync::Mutex;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use super::answer::{DenialReport, InputStatus};
 use super::budget::HeadTail;
+use super::command_result::{DenialReport, InputStatus};
 use super::config::UnifiedExecConfig;
-use super::delta::{Joiner, piece};
+use super::delta::{CharacterJoiner, piece};
 use super::denial;
 use super::event::{EventSink, UnifiedEvent};
-use super::store::Candidate;
+use super::store::EvictionCandidate;
 use crate::backend::ExecProcess;
 use crate::error::ExecServerError;
 use crate::event::{ExecProcessEvent, ExecProcessEvents, ProcessExit};
@@ -28,7 +28,7 @@ const UNKNOWN_EXIT: i32 = -1;
 
 /// Running or ended command.
 #[derive(Debug)]
-pub(super) struct Session {
+pub(super) struct CommandSession {
     pub(super) id: u32,
     pub(super) call_id: String,
     pub(super) process: Arc<dyn ExecProcess>,
@@ -38,17 +38,17 @@ pub(super) struct Session {
     pub(super) takes_input: bool,
     pub(super) sandbox_type: Option<SandboxType>,
     pub(super) started: Instant,
-    output: Mutex<Output>,
+    output: Mutex<SessionOutput>,
     /// Notifies waiting calls of the exit and the end of output. New output causes no notification,
     /// because no call waits for it.
-    pub(super) progress: watch::Sender<Progress>,
+    pub(super) progress: watch::Sender<ProcessProgress>,
     /// Locked by the call that writes input or waits for output: one call at a time.
-    pub(super) interaction: tokio::sync::Mutex<Input>,
+    pub(super) interaction: tokio::sync::Mutex<InputState>,
 }
 
 /// Output buffers: one for the next result, one for the complete output.
 #[derive(Debug)]
-struct Output {
+struct SessionOutput {
     window: HeadTail,
     transcript: HeadTail,
     /// Whether output of the window was lost.
@@ -57,7 +57,7 @@ struct Output {
 
 /// Exit and end-of-output state of a process.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Progress {
+pub(super) struct ProcessProgress {
     /// Exit of the process, and when it was reported.
     pub(super) exit: Option<(ProcessExit, Instant)>,
     /// The output has ended.
@@ -66,7 +66,7 @@ pub(super) struct Progress {
     pub(super) failure: Option<String>,
 }
 
-impl Progress {
+impl ProcessProgress {
     /// Whether no more events will follow.
     pub(super) fn is_over(&self) -> bool {
         self.closed || self.failure.is_some()
@@ -80,13 +80,13 @@ impl Progress {
 
 /// State of the input of a process.
 #[derive(Debug, Default)]
-pub(super) struct Input {
+pub(super) struct InputState {
     /// A write that the process has not accepted yet. The task ends with the process.
     pending: Option<JoinHandle<Result<WriteStatus, ExecServerError>>>,
 }
 
 /// Arguments of a new session.
-pub(super) struct Birth {
+pub(super) struct NewSession {
     pub(super) id: u32,
     pub(super) call_id: String,
     pub(super) process: Arc<dyn ExecProcess>,
@@ -97,7 +97,7 @@ pub(super) struct Birth {
     pub(super) sandbox_type: Option<SandboxType>,
 }
 
-impl Candidate for Arc<Session> {
+impl EvictionCandidate for Arc<CommandSession> {
     fn has_exited(&self) -> bool {
         !self.progress.borrow().is_running()
     }
@@ -107,9 +107,9 @@ impl Candidate for Arc<Session> {
     }
 }
 
-impl Session {
-    pub(super) fn new(birth: Birth, config: &UnifiedExecConfig) -> Self {
-        let Birth {
+impl CommandSession {
+    pub(super) fn new(birth: NewSession, config: &UnifiedExecConfig) -> Self {
+        let NewSession {
             id,
             call_id,
             process,
@@ -129,12 +129,12 @@ impl Session {
             takes_input,
             sandbox_type,
             started: Instant::now(),
-            output: Mutex::new(Output {
+            output: Mutex::new(SessionOutput {
                 window: HeadTail::new(config.window_bytes),
                 transcript: HeadTail::new(config.transcript_bytes),
                 has_gaps: false,
             }),
-            progress: watch::Sender::new(Progress::default()),
+            progress: watch::Sender::new(ProcessProgress::default()),
             interaction: tokio::sync::Mutex::default(),
         }
     }
@@ -168,13 +168,13 @@ impl Session {
     /// the process.
     pub(super) async fn write(
         &self,
-        input: &mut Input,
+        input: &mut InputState,
         chars: Bytes,
         deadline: Instant,
-    ) -> Result<Wrote, ExecServerError> {
+    ) -> Result<WriteAttempt, ExecServerError> {
         if let Some(pending) = &input.pending {
             if !pending.is_finished() {
-                return Ok(Wrote::Refused);
+                return Ok(WriteAttempt::Refused);
             }
             input.pending = None;
         }
@@ -185,18 +185,18 @@ impl Session {
         let written = tokio::select! {
             biased;
             written = &mut write => Some(written),
-            _ = progress.wait_for(Progress::is_over) => None,
+            _ = progress.wait_for(ProcessProgress::is_over) => None,
             () = tokio::time::sleep_until(deadline) => None,
         };
         match written {
             None => {
                 input.pending = Some(write);
-                Ok(Wrote::Status(InputStatus::Pending))
+                Ok(WriteAttempt::Status(InputStatus::Pending))
             }
-            Some(Ok(Ok(WriteStatus::Accepted))) => Ok(Wrote::Status(InputStatus::Taken)),
-            Some(Ok(Ok(WriteStatus::Starting))) => Ok(Wrote::Starting),
+            Some(Ok(Ok(WriteStatus::Accepted))) => Ok(WriteAttempt::Status(InputStatus::Taken)),
+            Some(Ok(Ok(WriteStatus::Starting))) => Ok(WriteAttempt::Starting),
             Some(Ok(Ok(WriteStatus::UnknownProcess | WriteStatus::StdinClosed))) => {
-                Ok(Wrote::Status(InputStatus::Closed))
+                Ok(WriteAttempt::Status(InputStatus::Closed))
             }
             Some(Ok(Err(error))) => Err(error),
             // The task fails only if the runtime shuts down.
@@ -217,7 +217,7 @@ impl Session {
 }
 
 /// Result of a write.
-pub(super) enum Wrote {
+pub(super) enum WriteAttempt {
     Status(InputStatus),
     /// Earlier input is still pending.
     Refused,
@@ -226,18 +226,18 @@ pub(super) enum Wrote {
 }
 
 /// Task that consumes the events of a process until its end.
-pub(super) struct Follower {
-    pub(super) session: Arc<Session>,
+pub(super) struct EventFollower {
+    pub(super) session: Arc<CommandSession>,
     pub(super) sink: Option<Arc<dyn EventSink>>,
     pub(super) config: Arc<UnifiedExecConfig>,
-    pub(super) joiner: Joiner,
+    pub(super) joiner: CharacterJoiner,
     /// Number of deltas sent to the sink.
     pub(super) deltas: u64,
     /// Number of bytes not sent as deltas.
     pub(super) untold: u64,
 }
 
-impl Follower {
+impl EventFollower {
     /// Runs until the process's log is closed, the process is lost, or the output stays open too
     /// long after the exit.
     pub(super) async fn run(mut self, mut events: ExecProcessEvents) {
@@ -305,7 +305,7 @@ impl Follower {
     }
 
     /// Adds output to the buffers and sends it to the sink.
-    async fn take(&mut self, stream: Stream, mut bytes: Bytes, end_told: bool) {
+    async fn take(&mut self, stream: OutputStream, mut bytes: Bytes, end_told: bool) {
         if bytes.is_empty() {
             return;
         }
@@ -331,7 +331,7 @@ impl Follower {
     }
 
     /// Adds the remaining bytes, then updates the progress.
-    async fn close(&mut self, say: impl FnOnce(&mut Progress)) {
+    async fn close(&mut self, say: impl FnOnce(&mut ProcessProgress)) {
         let rest: Vec<_> = self.joiner.finish().collect();
         for (stream, bytes) in rest {
             self.take(stream, bytes, false).await;

@@ -1,14 +1,14 @@
 //! Session table with least-recently-used eviction.
 //!
-//! Manages the ids and the order of use. It accesses processes only through [`Candidate`].
+//! Manages the ids and the order of use. It accesses processes only through [`EvictionCandidate`].
 
 use std::collections::BTreeMap;
 
 /// Sessions by id.
 #[derive(Debug)]
-pub(super) struct Store<T> {
+pub(super) struct SessionStore<T> {
     /// `None` while the process is being started.
-    slots: BTreeMap<u32, Slot<T>>,
+    slots: BTreeMap<u32, SessionSlot<T>>,
     /// Counter of uses.
     uses: u64,
     limit: usize,
@@ -16,20 +16,20 @@ pub(super) struct Store<T> {
 }
 
 #[derive(Debug)]
-struct Slot<T> {
+struct SessionSlot<T> {
     item: Option<T>,
     used: u64,
 }
 
 /// Session properties that the eviction rule needs.
-pub(super) trait Candidate {
+pub(super) trait EvictionCandidate {
     /// Whether the process has exited.
     fn has_exited(&self) -> bool;
     /// Whether a call is using the session.
     fn is_busy(&self) -> bool;
 }
 
-impl<T: Candidate + Clone> Store<T> {
+impl<T: EvictionCandidate + Clone> SessionStore<T> {
     /// Creates a table for `limit` sessions. The `protected` most recently used ones are never
     /// evicted.
     pub(super) fn new(limit: usize, protected: usize) -> Self {
@@ -54,7 +54,7 @@ impl<T: Candidate + Clone> Store<T> {
     /// Reserves a free id.
     pub(super) fn reserve(&mut self, id: u32) {
         let used = self.next_use();
-        self.slots.insert(id, Slot { item: None, used });
+        self.slots.insert(id, SessionSlot { item: None, used });
     }
 
     /// Removes an id and its session.
@@ -73,7 +73,7 @@ impl<T: Candidate + Clone> Store<T> {
         let removed = victim.and_then(|victim| self.remove(victim));
         let used = self.next_use();
         let item = Some(item);
-        self.slots.insert(id, Slot { item, used });
+        self.slots.insert(id, SessionSlot { item, used });
         removed
     }
 
@@ -139,13 +139,13 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Clone, Copy, PartialEq)]
-    struct Fake {
+    struct FakeSession {
         id: u32,
         exited: bool,
         busy: bool,
     }
 
-    impl Candidate for Fake {
+    impl EvictionCandidate for FakeSession {
         fn has_exited(&self) -> bool {
             self.exited
         }
@@ -155,16 +155,16 @@ mod tests {
         }
     }
 
-    fn fake(id: u32) -> Fake {
-        Fake {
+    fn fake(id: u32) -> FakeSession {
+        FakeSession {
             id,
             exited: false,
             busy: false,
         }
     }
 
-    fn full(fakes: impl IntoIterator<Item = Fake>) -> Store<Fake> {
-        let mut store = Store::new(4, 2);
+    fn full(fakes: impl IntoIterator<Item = FakeSession>) -> SessionStore<FakeSession> {
+        let mut store = SessionStore::new(4, 2);
         for fake in fakes {
             store.reserve(fake.id);
             assert_eq!(store.insert(fake.id, fake), None);
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn insert_evicts_exited_session_before_older_running_one() {
-        let exited = |id| Fake {
+        let exited = |id| FakeSession {
             exited: true,
             ..fake(id)
         };
@@ -195,7 +195,7 @@ mod tests {
 
     #[test]
     fn insert_never_evicts_a_session_in_use() {
-        let busy = |id, exited| Fake {
+        let busy = |id, exited| FakeSession {
             id,
             exited,
             busy: true,

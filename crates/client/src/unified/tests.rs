@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use exec_server_protocol::PathUri;
 use exec_server_protocol::process::{
-    ReadResult, SandboxType, SnapshotResult, StartParams, Stream, TerminalSize, TerminateResult,
-    WaitResult, WaitUntil, WriteStatus,
+    OutputStream, ReadResult, SandboxType, SnapshotResult, StartParams, TerminalSize,
+    TerminateResult, WaitResult, WaitUntil, WriteStatus,
 };
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
@@ -16,13 +16,13 @@ use crate::backend::{ExecBackend, ReadRequest};
 use crate::error::Reply;
 use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, ProcessFailure};
 
-type Script = Box<dyn FnOnce(Arc<Fake>) -> BoxFuture<'static, ()> + Send>;
+type ProcessScript = Box<dyn FnOnce(Arc<FakeProcess>) -> BoxFuture<'static, ()> + Send>;
 
 /// Backend that starts scripted processes.
 #[derive(Default)]
 struct FakeBackend {
-    scripts: Mutex<VecDeque<Script>>,
-    started: Mutex<Vec<(StartParams, Arc<Fake>)>>,
+    scripts: Mutex<VecDeque<ProcessScript>>,
+    started: Mutex<Vec<(StartParams, Arc<FakeProcess>)>>,
     sandbox: Option<SandboxType>,
 }
 
@@ -33,7 +33,7 @@ impl fmt::Debug for FakeBackend {
 }
 
 #[derive(Debug)]
-struct Fake {
+struct FakeProcess {
     id: String,
     events: mpsc::UnboundedSender<ExecProcessEvent>,
     source: Mutex<Option<mpsc::UnboundedReceiver<ExecProcessEvent>>>,
@@ -46,14 +46,14 @@ struct Fake {
     seq: Mutex<u64>,
 }
 
-impl Fake {
+impl FakeProcess {
     fn next(&self) -> u64 {
         let mut seq = self.seq.lock();
         *seq += 1;
         *seq
     }
 
-    fn output(&self, stream: Stream, bytes: impl Into<Bytes>) {
+    fn output(&self, stream: OutputStream, bytes: impl Into<Bytes>) {
         let chunk = bytes.into();
         let seq = self.next();
         let _ = self
@@ -62,7 +62,7 @@ impl Fake {
     }
 
     fn out(&self, text: &'static str) {
-        self.output(Stream::Stdout, text);
+        self.output(OutputStream::Stdout, text);
     }
 
     fn exit(&self, code: i32) {
@@ -88,9 +88,9 @@ impl Fake {
     }
 }
 
-struct Source(mpsc::UnboundedReceiver<ExecProcessEvent>);
+struct ChannelEvents(mpsc::UnboundedReceiver<ExecProcessEvent>);
 
-impl EventSource for Source {
+impl EventSource for ChannelEvents {
     fn recv(&mut self) -> BoxFuture<'_, Option<ExecProcessEvent>> {
         Box::pin(self.0.recv())
     }
@@ -100,7 +100,7 @@ impl ExecBackend for FakeBackend {
     fn start(&self, params: StartParams) -> Reply<'_, StartedProcess> {
         let (events, source) = mpsc::unbounded_channel();
         let (written, writes) = mpsc::unbounded_channel();
-        let fake = Arc::new(Fake {
+        let fake = Arc::new(FakeProcess {
             id: params.process_id.clone(),
             events,
             source: Mutex::new(Some(source)),
@@ -127,14 +127,14 @@ impl ExecBackend for FakeBackend {
     }
 }
 
-impl ExecProcess for Fake {
+impl ExecProcess for FakeProcess {
     fn process_id(&self) -> &str {
         &self.id
     }
 
     fn events(&self) -> Result<ExecProcessEvents, ExecServerError> {
         let source = self.source.lock().take();
-        Ok(ExecProcessEvents::new(Source(source.unwrap())))
+        Ok(ExecProcessEvents::new(ChannelEvents(source.unwrap())))
     }
 
     fn read(&self, _: ReadRequest) -> Reply<'_, ReadResult> {
@@ -185,13 +185,13 @@ impl ExecProcess for Fake {
     }
 }
 
-struct Test {
+struct UnifiedFixture {
     backend: Arc<FakeBackend>,
     unified: UnifiedExec,
     events: mpsc::Receiver<UnifiedEvent>,
 }
 
-impl Test {
+impl UnifiedFixture {
     fn new() -> Self {
         Self::with(|_| {})
     }
@@ -210,32 +210,32 @@ impl Test {
         }
     }
 
-    fn script<F>(&self, script: impl FnOnce(Arc<Fake>) -> F + Send + 'static)
+    fn script<F>(&self, script: impl FnOnce(Arc<FakeProcess>) -> F + Send + 'static)
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let script: Script = Box::new(|fake| Box::pin(script(fake)));
+        let script: ProcessScript = Box::new(|fake| Box::pin(script(fake)));
         self.backend.scripts.lock().push_back(script);
     }
 
-    fn fake(&self, index: usize) -> Arc<Fake> {
+    fn fake(&self, index: usize) -> Arc<FakeProcess> {
         Arc::clone(&self.backend.started.lock()[index].1)
     }
 
-    fn launch(&self, io: ProcessIo) -> Launch {
+    fn launch(&self, io: ProcessIo) -> CommandLaunch {
         let cwd = PathUri::parse("file:///srv").unwrap();
         let mut request = DirectRequest::shell("/bin/sh", false, "job", cwd);
         request.io = io;
-        Launch::direct(Arc::clone(&self.backend) as Arc<dyn ExecBackend>, request)
+        CommandLaunch::direct(Arc::clone(&self.backend) as Arc<dyn ExecBackend>, request)
     }
 
-    async fn exec(&self, io: ProcessIo, yield_ms: u64) -> Answer {
+    async fn exec(&self, io: ProcessIo, yield_ms: u64) -> CommandResult {
         let mut command = ExecCommand::new("call", self.launch(io));
         command.yield_time = Some(Duration::from_millis(yield_ms));
         self.unified.exec_command(command).await.unwrap()
     }
 
-    async fn write(&self, session: u32, chars: &str, yield_ms: u64) -> Answer {
+    async fn write(&self, session: u32, chars: &str, yield_ms: u64) -> CommandResult {
         let mut write = WriteStdin::new("write", session, chars);
         write.yield_time = Some(Duration::from_millis(yield_ms));
         self.unified.write_stdin(write).await.unwrap()
@@ -257,7 +257,7 @@ fn millis(millis: u64) -> Duration {
 
 #[tokio::test(start_paused = true)]
 async fn exec_command_returns_when_the_command_ends() {
-    let mut test = Test::new();
+    let mut test = UnifiedFixture::new();
     test.script(|fake| async move {
         fake.out("hello\n");
         fake.exit(3);
@@ -286,7 +286,7 @@ async fn exec_command_returns_when_the_command_ends() {
     );
     let delta = test.event().await;
     assert!(
-        matches!(&delta, UnifiedEvent::OutputDelta { stream: Stream::Stdout, chunk, .. }
+        matches!(&delta, UnifiedEvent::OutputDelta { stream: OutputStream::Stdout, chunk, .. }
             if chunk == "hello\n"),
         "{delta:?}"
     );
@@ -301,7 +301,7 @@ async fn exec_command_returns_when_the_command_ends() {
 #[tokio::test(start_paused = true)]
 async fn exec_command_returns_session_id_when_yield_time_ends() {
     for (asked, waited) in [(0, 250), (250, 250), (7_000, 7_000), (90_000, 30_000)] {
-        let test = Test::new();
+        let test = UnifiedFixture::new();
         test.script(|fake| async move {
             fake.out("so far");
             std::future::pending::<()>().await;
@@ -321,7 +321,7 @@ async fn exec_command_returns_session_id_when_yield_time_ends() {
 
 #[tokio::test(start_paused = true)]
 async fn poll_returns_when_the_process_exits() {
-    let test = Test::new();
+    let test = UnifiedFixture::new();
     test.script(|fake| async move {
         tokio::time::sleep(millis(2_000)).await;
         fake.out("last words\n");
@@ -340,7 +340,7 @@ async fn poll_returns_when_the_process_exits() {
 
 #[tokio::test(start_paused = true)]
 async fn poll_yield_time_is_clamped_to_poll_limits() {
-    let mut test = Test::with(|config| config.max_poll = millis(60_000));
+    let mut test = UnifiedFixture::with(|config| config.max_poll = millis(60_000));
     test.script(|fake| async move {
         std::future::pending::<()>().await;
         drop(fake);
@@ -367,11 +367,11 @@ async fn poll_yield_time_is_clamped_to_poll_limits() {
 
 #[tokio::test(start_paused = true)]
 async fn write_stdin_reaches_terminal_and_returns_new_output() {
-    let test = Test::new();
+    let test = UnifiedFixture::new();
     test.script(|fake| async move {
-        fake.output(Stream::Pty, "name? ");
+        fake.output(OutputStream::Pty, "name? ");
         let name = fake.written().await;
-        fake.output(Stream::Pty, format!("hello {name}"));
+        fake.output(OutputStream::Pty, format!("hello {name}"));
         std::future::pending::<()>().await;
     });
     assert_eq!(test.exec(TERMINAL, 250).await.output, "name? ");
@@ -383,11 +383,11 @@ async fn write_stdin_reaches_terminal_and_returns_new_output() {
 
 #[tokio::test(start_paused = true)]
 async fn write_stdin_waits_for_output_to_settle() {
-    let test = Test::with(|config| config.min_yield = Duration::ZERO);
+    let test = UnifiedFixture::with(|config| config.min_yield = Duration::ZERO);
     test.script(|fake| async move {
         fake.written().await;
         tokio::time::sleep(millis(90)).await;
-        fake.output(Stream::Pty, "echo");
+        fake.output(OutputStream::Pty, "echo");
         std::future::pending::<()>().await;
     });
     test.exec(TERMINAL, 0).await;
@@ -398,7 +398,7 @@ async fn write_stdin_waits_for_output_to_settle() {
 
 #[tokio::test(start_paused = true)]
 async fn interrupt_without_terminal_sends_a_signal() {
-    let mut test = Test::new();
+    let mut test = UnifiedFixture::new();
     test.script(|fake| async move {
         assert_eq!(fake.written().await, "Interrupt Group");
         fake.exit(130);
@@ -426,7 +426,7 @@ async fn interrupt_without_terminal_sends_a_signal() {
 
 #[tokio::test(start_paused = true)]
 async fn interrupt_with_terminal_writes_the_character() {
-    let test = Test::new();
+    let test = UnifiedFixture::new();
     test.script(|fake| async move {
         assert_eq!(fake.written().await, INTERRUPT);
         fake.exit(130);
@@ -438,7 +438,7 @@ async fn interrupt_with_terminal_writes_the_character() {
 
 #[tokio::test(start_paused = true)]
 async fn exec_command_returns_soon_after_exit_if_output_stays_open() {
-    let mut test = Test::new();
+    let mut test = UnifiedFixture::new();
     test.script(|fake| async move {
         fake.out("main\n");
         fake.exit(0);
@@ -477,13 +477,13 @@ async fn exec_command_returns_soon_after_exit_if_output_stays_open() {
 
 #[tokio::test(start_paused = true)]
 async fn streams_are_separated_and_characters_joined() {
-    let mut test = Test::new();
+    let mut test = UnifiedFixture::new();
     test.script(|fake| async move {
         let euro = "€".as_bytes();
-        fake.output(Stream::Stdout, euro[..1].to_vec());
-        fake.output(Stream::Stderr, "warn\n");
-        fake.output(Stream::Stdout, euro[1..].to_vec());
-        fake.output(Stream::Stdout, b"\xe2\x82".to_vec());
+        fake.output(OutputStream::Stdout, euro[..1].to_vec());
+        fake.output(OutputStream::Stderr, "warn\n");
+        fake.output(OutputStream::Stdout, euro[1..].to_vec());
+        fake.output(OutputStream::Stdout, b"\xe2\x82".to_vec());
         fake.exit(0);
         fake.close();
     });
@@ -494,10 +494,10 @@ async fn streams_are_separated_and_characters_joined() {
     while let UnifiedEvent::OutputDelta { stream, chunk, .. } = test.event().await {
         told.push((stream, chunk));
     }
-    let expected: [(Stream, &'static [u8]); 3] = [
-        (Stream::Stderr, b"warn\n"),
-        (Stream::Stdout, "€".as_bytes()),
-        (Stream::Stdout, b"\xe2\x82"),
+    let expected: [(OutputStream, &'static [u8]); 3] = [
+        (OutputStream::Stderr, b"warn\n"),
+        (OutputStream::Stdout, "€".as_bytes()),
+        (OutputStream::Stdout, b"\xe2\x82"),
     ];
     assert_eq!(
         told,
@@ -507,12 +507,12 @@ async fn streams_are_separated_and_characters_joined() {
 
 #[tokio::test(start_paused = true)]
 async fn character_split_between_results_is_in_the_second_one() {
-    let test = Test::new();
+    let test = UnifiedFixture::new();
     test.script(|fake| async move {
         let euro = "€".as_bytes();
-        fake.output(Stream::Stdout, [b"a", &euro[..2]].concat());
+        fake.output(OutputStream::Stdout, [b"a", &euro[..2]].concat());
         tokio::time::sleep(millis(1_000)).await;
-        fake.output(Stream::Stdout, [&euro[2..], b"b"].concat());
+        fake.output(OutputStream::Stdout, [&euro[2..], b"b"].concat());
         fake.exit(0);
         fake.close();
     });
@@ -522,13 +522,13 @@ async fn character_split_between_results_is_in_the_second_one() {
 
 #[tokio::test(start_paused = true)]
 async fn deltas_are_limited_and_remaining_bytes_counted() {
-    let mut test = Test::with(|config| {
+    let mut test = UnifiedFixture::with(|config| {
         config.max_deltas = 10;
         config.delta_bytes = 100;
     });
     test.script(|fake| async move {
-        fake.output(Stream::Stdout, vec![b'x'; 950]);
-        fake.output(Stream::Stdout, vec![b'y'; 100]);
+        fake.output(OutputStream::Stdout, vec![b'x'; 950]);
+        fake.output(OutputStream::Stdout, vec![b'y'; 100]);
         fake.exit(0);
         fake.close();
     });
@@ -557,7 +557,7 @@ async fn deltas_are_limited_and_remaining_bytes_counted() {
 
 #[tokio::test(start_paused = true)]
 async fn lost_connection_is_reported_with_earlier_output() {
-    let mut test = Test::new();
+    let mut test = UnifiedFixture::new();
     test.script(|fake| async move {
         fake.out("before\n");
         let _ = fake.events.send(ExecProcessEvent::Gap {
@@ -596,7 +596,7 @@ async fn lost_connection_is_reported_with_earlier_output() {
 
 #[tokio::test(start_paused = true)]
 async fn inserting_beyond_limit_evicts_exited_then_least_recently_used() {
-    let test = Test::new();
+    let test = UnifiedFixture::new();
     for number in 0..70u32 {
         let exits = number == 20 || number == 30;
         test.script(move |fake| async move {
@@ -637,7 +637,7 @@ async fn inserting_beyond_limit_evicts_exited_then_least_recently_used() {
 
 #[tokio::test(start_paused = true)]
 async fn dropping_the_call_leaves_the_command_running() {
-    let test = Test::new();
+    let test = UnifiedFixture::new();
     test.script(|fake| async move {
         fake.out("working\n");
         tokio::time::sleep(millis(2_000)).await;
@@ -656,7 +656,7 @@ async fn dropping_the_call_leaves_the_command_running() {
 
 #[tokio::test(start_paused = true)]
 async fn dropping_the_last_clone_terminates_all_commands() {
-    let test = Test::new();
+    let test = UnifiedFixture::new();
     test.script(|fake| async move {
         std::future::pending::<()>().await;
         drop(fake);
@@ -671,11 +671,11 @@ async fn dropping_the_last_clone_terminates_all_commands() {
 
 #[tokio::test(start_paused = true)]
 async fn calls_for_one_session_run_one_after_the_other() {
-    let test = Test::new();
+    let test = UnifiedFixture::new();
     test.script(|fake| async move {
         for _ in 0..2 {
             let text = fake.written().await;
-            fake.output(Stream::Pty, text);
+            fake.output(OutputStream::Pty, text);
         }
         std::future::pending::<()>().await;
     });
@@ -688,7 +688,7 @@ async fn calls_for_one_session_run_one_after_the_other() {
 
 #[tokio::test(start_paused = true)]
 async fn write_stdin_returns_pending_if_input_is_not_read() {
-    let test = Test::new();
+    let test = UnifiedFixture::new();
     test.script(|fake| async move {
         fake.deaf.store(true, Ordering::Relaxed);
         std::future::pending::<()>().await;
@@ -708,7 +708,7 @@ async fn write_stdin_returns_pending_if_input_is_not_read() {
 
 #[tokio::test(start_paused = true)]
 async fn write_stdin_reports_closed_input() {
-    let test = Test::new();
+    let test = UnifiedFixture::new();
     test.script(|fake| async move {
         fake.stdin_closed.store(true, Ordering::Relaxed);
         tokio::time::sleep(millis(300)).await;
@@ -723,7 +723,7 @@ async fn write_stdin_reports_closed_input() {
 
 #[tokio::test(start_paused = true)]
 async fn deadline_is_extended_while_paused() {
-    let test = Test::new();
+    let test = UnifiedFixture::new();
     test.script(|fake| async move {
         std::future::pending::<()>().await;
         drop(fake);
@@ -740,7 +740,7 @@ async fn deadline_is_extended_while_paused() {
 
 #[tokio::test(start_paused = true)]
 async fn exit_is_reported_while_paused() {
-    let test = Test::new();
+    let test = UnifiedFixture::new();
     test.script(|fake| async move {
         tokio::time::sleep(millis(100)).await;
         fake.exit(0);
@@ -753,7 +753,7 @@ async fn exit_is_reported_while_paused() {
 #[tokio::test(start_paused = true)]
 async fn sandbox_denial_is_reported_as_early_or_late() {
     for (after, early) in [(100, true), (200, false)] {
-        let mut test = Test::new();
+        let mut test = UnifiedFixture::new();
         Arc::get_mut(&mut test.backend).unwrap().sandbox = Some(SandboxType::LinuxSeccomp);
         test.script(move |fake| async move {
             tokio::time::sleep(millis(after)).await;
@@ -774,7 +774,7 @@ async fn sandbox_denial_is_reported_as_early_or_late() {
 
 #[tokio::test(start_paused = true)]
 async fn terminate_returns_remaining_output() {
-    let test = Test::with(|config| config.finished_sessions = 1);
+    let test = UnifiedFixture::with(|config| config.finished_sessions = 1);
     test.script(|fake| async move {
         fake.out("one");
         std::future::pending::<()>().await;
@@ -802,7 +802,7 @@ async fn terminate_returns_remaining_output() {
 
 #[tokio::test(start_paused = true)]
 async fn prepared_launch_sends_the_request_unchanged() {
-    let test = Test::new();
+    let test = UnifiedFixture::new();
     test.script(|fake| async move {
         fake.exit(0);
         fake.close();
@@ -816,7 +816,7 @@ async fn prepared_launch_sends_the_request_unchanged() {
         ..StartParams::default()
     };
     let backend = Arc::clone(&test.backend) as Arc<dyn ExecBackend>;
-    let launch = Launch::prepared(backend, params.clone());
+    let launch = CommandLaunch::prepared(backend, params.clone());
     let command = ExecCommand::new("call", launch);
     test.unified.exec_command(command).await.unwrap();
     let sent = test.backend.started.lock()[0].0.clone();

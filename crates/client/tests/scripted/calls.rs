@@ -5,7 +5,7 @@ use exec_server_client::{ExecServerClient, ExecServerError};
 use serde_json::json;
 use tokio::time::Instant;
 
-use crate::server::{Server, connected, read, soon};
+use crate::server::{ScriptedServer, connected, read, soon};
 
 async fn list(client: &ExecServerClient) -> Result<usize, ExecServerError> {
     Ok(client
@@ -16,7 +16,7 @@ async fn list(client: &ExecServerClient) -> Result<usize, ExecServerError> {
 }
 
 /// Checks that the connection still carries requests.
-async fn check_alive(client: &ExecServerClient, server: &mut Server) {
+async fn check_alive(client: &ExecServerClient, server: &mut ScriptedServer) {
     let served = server.serve("process/list", json!({"processes": []}));
     let (listed, _) = tokio::join!(list(client), soon(served));
     assert_eq!(listed.unwrap(), 0);

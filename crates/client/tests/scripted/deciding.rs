@@ -14,7 +14,7 @@ use exec_server_client::{
 use serde_json::{Value, json};
 use tokio::sync::Notify;
 
-use crate::server::{Server, connected, soon, start_params};
+use crate::server::{ScriptedServer, connected, soon, start_params};
 
 /// Decider that allows `yes.test`, never decides about `slow.test`, and denies other hosts.
 #[derive(Debug, Default)]
@@ -62,7 +62,12 @@ fn asking(millis: Option<u64>) -> StartParams {
     }
 }
 
-async fn decided() -> (ExecServerClient, Server, Arc<Decider>, StartedProcess) {
+async fn decided() -> (
+    ExecServerClient,
+    ScriptedServer,
+    Arc<Decider>,
+    StartedProcess,
+) {
     let (client, mut server) = connected(&[]).await;
     let decider = Arc::new(Decider::default());
     let asked = Arc::clone(&decider) as Arc<dyn NetworkPolicyDecider>;
@@ -73,7 +78,7 @@ async fn decided() -> (ExecServerClient, Server, Arc<Decider>, StartedProcess) {
     (client, server, decider, started.unwrap())
 }
 
-async fn ask(server: &mut Server, id: Value, process: &str, host: &str) {
+async fn ask(server: &mut ScriptedServer, id: Value, process: &str, host: &str) {
     let request = json!({"protocol": "https_connect", "host": host, "port": 443});
     let params = json!({"processId": process, "request": request});
     server

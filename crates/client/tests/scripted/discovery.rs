@@ -2,15 +2,15 @@
 
 use exec_server_client::ExecServerError;
 use exec_server_client::environment::{
-    CapabilityCache, DiscoveredRoots, Environment, EnvironmentManager, ResolvedCapabilityRoot,
-    SelectedCapabilityRoot, Step,
+    CapabilityCache, DiscoveredRoots, Environment, EnvironmentManager, EnvironmentStep,
+    ResolvedCapabilityRoot, SelectedCapabilityRoot,
 };
 use exec_server_client::executor::{Executor, ExecutorConfig};
 use exec_server_client::fs::uri;
 use exec_server_client::protocol::sandbox::Sandbox;
 use serde_json::json;
 
-use crate::environments::{Discovery, Machine, entry, list, root};
+use crate::environments::{Discovery, NumberedTarget, entry, list, root};
 
 async fn resolved(
     manager: &EnvironmentManager,
@@ -24,7 +24,9 @@ async fn resolved(
             .await
             .unwrap();
     }
-    Step::default().resolve_roots(manager, roots).await
+    EnvironmentStep::default()
+        .resolve_roots(manager, roots)
+        .await
 }
 
 fn errors(found: &DiscoveredRoots) -> Vec<Option<String>> {
@@ -37,9 +39,9 @@ fn errors(found: &DiscoveredRoots) -> Vec<Option<String>> {
 #[tokio::test]
 async fn new_handle_of_same_environment_uses_cached_results() {
     let [first, second, other] = [
-        Machine::new("first"),
-        Machine::new("second"),
-        Machine::new("other"),
+        NumberedTarget::new("first"),
+        NumberedTarget::new("second"),
+        NumberedTarget::new("other"),
     ];
     let entries = vec![entry("w", &first), entry("o", &other)];
     let manager = EnvironmentManager::resting(list(None, entries), None).unwrap();
@@ -89,7 +91,7 @@ async fn transient_discovery_failure_is_retried_and_permanent_one_kept() {
         // A single lost connection is retried internally, so it takes two to make the call fail.
         (vec![Discovery::Cut, Discovery::Cut], false),
     ] {
-        let machine = Machine::new("m");
+        let machine = NumberedTarget::new("m");
         let count = answers.len();
         machine
             .discoveries
@@ -119,7 +121,7 @@ async fn transient_discovery_failure_is_retried_and_permanent_one_kept() {
         // An earlier step keeps its result.
         assert!(errors(&first)[0].is_some());
     }
-    let machine = Machine::new("m");
+    let machine = NumberedTarget::new("m");
     machine
         .discoveries
         .answers
@@ -135,7 +137,7 @@ async fn transient_discovery_failure_is_retried_and_permanent_one_kept() {
 
 #[tokio::test]
 async fn concurrent_discovery_of_many_roots_is_split_and_shared() {
-    let machine = Machine::new("m");
+    let machine = NumberedTarget::new("m");
     let manager =
         EnvironmentManager::resting(list(None, vec![entry("m", &machine)]), None).unwrap();
     let roots: Vec<_> = (0..300).map(|n| root(&n.to_string(), "m")).collect();
@@ -158,7 +160,7 @@ async fn discovery_with_policy_requires_server_support() {
     }))
     .unwrap();
     for can in [false, true] {
-        let machine = Machine::new("m");
+        let machine = NumberedTarget::new("m");
         *machine.discoveries.capabilities.lock().unwrap() =
             json!({"capabilityDiscoverySandbox": can});
         let manager =

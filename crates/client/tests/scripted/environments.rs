@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use exec_server_client::environment::connect::{Connect, Start};
+use exec_server_client::environment::connect::{Connect, ConnectTime};
 use exec_server_client::environment::{
-    Captured, Environment, EnvironmentEntry, EnvironmentError, EnvironmentList, EnvironmentManager,
-    EnvironmentStatus, Readiness, ReadyReport, ReportError, SelectedCapabilityRoot, Step,
+    CapturedEnvironment, Environment, EnvironmentEntry, EnvironmentError, EnvironmentList,
+    EnvironmentManager, EnvironmentStatus, EnvironmentStep, Readiness, ReadyReport, ReportError,
+    SelectedCapabilityRoot,
 };
 use exec_server_client::executor::{Executor, ExecutorConfig};
 use exec_server_client::http::HttpRequest;
@@ -20,13 +21,13 @@ use exec_server_transport::Link;
 use serde_json::json;
 use tokio::sync::{Semaphore, watch};
 
-use crate::server::Server;
+use crate::server::ScriptedServer;
 
 /// Connection target whose sessions report a numbered name.
 #[derive(Debug)]
-pub(crate) struct Machine {
+pub(crate) struct NumberedTarget {
     name: &'static str,
-    start: Start,
+    start: ConnectTime,
     /// Number of connection attempts.
     dialled: AtomicUsize,
     /// Errors of the next attempts.
@@ -60,17 +61,17 @@ pub(crate) enum Discovery {
     Refused,
 }
 
-impl Machine {
+impl NumberedTarget {
     pub(crate) fn new(name: &'static str) -> Arc<Self> {
-        Self::with(name, Start::AtOnce, Semaphore::MAX_PERMITS)
+        Self::with(name, ConnectTime::AtOnce, Semaphore::MAX_PERMITS)
     }
 
     /// A machine whose connection attempts wait for a permit.
     fn held(name: &'static str) -> Arc<Self> {
-        Self::with(name, Start::AtOnce, 0)
+        Self::with(name, ConnectTime::AtOnce, 0)
     }
 
-    fn with(name: &'static str, start: Start, permits: usize) -> Arc<Self> {
+    fn with(name: &'static str, start: ConnectTime, permits: usize) -> Arc<Self> {
         Arc::new(Self {
             name,
             start,
@@ -101,7 +102,7 @@ impl Machine {
         }
         let (here, there) = Link::pair();
         let name = format!("{}-{number}", self.name);
-        let server = Server::new(there);
+        let server = ScriptedServer::new(there);
         // The session ends when it is cut, or when the client is dropped.
         let (end, ended) = tokio::sync::oneshot::channel::<()>();
         tokio::spawn(serve(server, name, ended, Arc::clone(&self.discoveries)));
@@ -133,7 +134,7 @@ impl Drop for Done<'_> {
 
 /// Serves one session of a machine.
 async fn serve(
-    mut server: Server,
+    mut server: ScriptedServer,
     name: String,
     ended: tokio::sync::oneshot::Receiver<()>,
     discoveries: Arc<Discoveries>,
@@ -204,7 +205,7 @@ impl Discoveries {
     }
 }
 
-impl Connect for Machine {
+impl Connect for NumberedTarget {
     fn connect(&self) -> Reply<'_, ExecServerClient> {
         Box::pin(self.open())
     }
@@ -213,12 +214,12 @@ impl Connect for Machine {
         format!("test://{}", self.name)
     }
 
-    fn start(&self) -> Start {
+    fn start(&self) -> ConnectTime {
         self.start
     }
 }
 
-pub(crate) fn entry(id: &str, machine: &Arc<Machine>) -> EnvironmentEntry {
+pub(crate) fn entry(id: &str, machine: &Arc<NumberedTarget>) -> EnvironmentEntry {
     EnvironmentEntry::new(id, Arc::clone(machine) as Arc<dyn Connect>)
 }
 
@@ -248,7 +249,7 @@ fn passing() -> ExecServerError {
 
 #[tokio::test]
 async fn environments_keep_list_order_after_changes() {
-    let machines = ["c", "a", "b"].map(Machine::new);
+    let machines = ["c", "a", "b"].map(NumberedTarget::new);
     let entries = vec![
         entry("c", &machines[0]),
         entry("a", &machines[1]),
@@ -289,7 +290,7 @@ async fn environments_keep_list_order_after_changes() {
 
 #[tokio::test]
 async fn manager_rejects_invalid_lists_and_ids() {
-    let machine = Machine::new("a");
+    let machine = NumberedTarget::new("a");
     let mut with_local = list(None, Vec::new());
     with_local.include_local = true;
     let refused = EnvironmentManager::new(with_local, None);
@@ -311,8 +312,8 @@ async fn manager_rejects_invalid_lists_and_ids() {
 
 #[tokio::test]
 async fn url_targets_connect_immediately_and_programs_on_first_use() {
-    let dialled = Machine::new("dialled");
-    let program = Machine::with("program", Start::OnUse, Semaphore::MAX_PERMITS);
+    let dialled = NumberedTarget::new("dialled");
+    let program = NumberedTarget::with("program", ConnectTime::OnUse, Semaphore::MAX_PERMITS);
     let entries = vec![entry("dialled", &dialled), entry("program", &program)];
     let manager = EnvironmentManager::new(list(None, entries), None).unwrap();
     let handle = manager.get("dialled").unwrap();
@@ -324,7 +325,7 @@ async fn url_targets_connect_immediately_and_programs_on_first_use() {
     assert_eq!((dialled.dialled(), program.dialled()), (1, 0));
     assert_eq!(named(&other).await, "program-1");
     // Without a tokio runtime `add` does not connect, and does not fail.
-    let (machine, clone) = (Machine::new("x"), manager.clone());
+    let (machine, clone) = (NumberedTarget::new("x"), manager.clone());
     let connect = machine.clone();
     let added = std::thread::spawn(move || clone.add("x", connect).unwrap())
         .join()
@@ -335,7 +336,7 @@ async fn url_targets_connect_immediately_and_programs_on_first_use() {
 
 #[tokio::test]
 async fn concurrent_first_uses_share_one_session() {
-    let machine = Machine::held("a");
+    let machine = NumberedTarget::held("a");
     let manager =
         EnvironmentManager::resting(list(None, vec![entry("a", &machine)]), None).unwrap();
     let users: Vec<_> = (0..50)
@@ -357,7 +358,7 @@ async fn concurrent_first_uses_share_one_session() {
 
 #[tokio::test]
 async fn connection_failure_is_shared_and_transient_one_retried() {
-    let machine = Machine::held("a").failing([passing(), lasting()]);
+    let machine = NumberedTarget::held("a").failing([passing(), lasting()]);
     let handle = Arc::new(Environment::remote("a", machine.clone()));
     let users: Vec<_> = (0..10)
         .map(|_| {
@@ -385,11 +386,11 @@ async fn connection_failure_is_shared_and_transient_one_retried() {
 
 #[tokio::test]
 async fn lost_session_is_replaced_on_next_use() {
-    let machine = Machine::new("a");
+    let machine = NumberedTarget::new("a");
     let handle = Environment::remote("a", machine.clone());
     assert_eq!(named(&handle).await, "a-1");
     let mut closed = handle.client().await.unwrap().closed();
-    Machine::cut_all();
+    NumberedTarget::cut_all();
     closed.wait_for(Option::is_some).await.unwrap();
     assert!(matches!(handle.readiness(), Readiness::Failed(_)));
     assert!(matches!(
@@ -402,7 +403,7 @@ async fn lost_session_is_replaced_on_next_use() {
 
 #[tokio::test]
 async fn http_requests_are_sent_by_the_environment() {
-    let machine = Machine::new("a");
+    let machine = NumberedTarget::new("a");
     let handle = Environment::remote("a", machine.clone());
     let request = HttpRequest::get("http://intranet/");
     assert_eq!(
@@ -420,7 +421,7 @@ async fn http_requests_are_sent_by_the_environment() {
 
 #[tokio::test]
 async fn status_probe_never_connects() {
-    let machine = Machine::held("a").failing([lasting()]);
+    let machine = NumberedTarget::held("a").failing([lasting()]);
     let handle = Environment::remote("a", machine.clone());
     assert_eq!(handle.status().await, EnvironmentStatus::Pending);
     assert!(matches!(handle.readiness(), Readiness::Idle));
@@ -440,7 +441,7 @@ async fn status_probe_never_connects() {
 
 #[tokio::test]
 async fn dropping_the_last_handle_aborts_the_attempt() {
-    let machine = Machine::held("a");
+    let machine = NumberedTarget::held("a");
     let handle = Environment::remote("a", machine.clone());
     handle.begin();
     let mut attempts = machine.attempts.subscribe();
@@ -455,14 +456,14 @@ async fn dropping_the_last_handle_aborts_the_attempt() {
 
 #[tokio::test]
 async fn replaced_handle_remains_usable_for_its_holders() {
-    let [first, second] = [Machine::new("first"), Machine::held("second")];
+    let [first, second] = [NumberedTarget::new("first"), NumberedTarget::held("second")];
     let manager = EnvironmentManager::new(list(Some("w"), vec![entry("w", &first)]), None).unwrap();
     let held = manager.get("w").unwrap();
     let work = manager.attach(["w"]);
     work.settled().await;
     let step = work.step();
-    let pinned = |step: &Step| match step.get("w") {
-        Some(Captured::Ready(handle)) => Arc::clone(handle),
+    let pinned = |step: &EnvironmentStep| match step.get("w") {
+        Some(CapturedEnvironment::Ready(handle)) => Arc::clone(handle),
         other => panic!("{other:?}"),
     };
     let handle = pinned(&step);
@@ -477,7 +478,10 @@ async fn replaced_handle_remains_usable_for_its_holders() {
     assert!(Arc::ptr_eq(&manager.get("w").unwrap(), &added));
     assert!(Arc::ptr_eq(&manager.default_environment().unwrap(), &added));
     let later = manager.attach(["w"]);
-    assert!(matches!(later.step().get("w"), Some(Captured::Starting)));
+    assert!(matches!(
+        later.step().get("w"),
+        Some(CapturedEnvironment::Starting)
+    ));
     assert!(
         later
             .step()
@@ -496,8 +500,8 @@ async fn replaced_handle_remains_usable_for_its_holders() {
 
 #[tokio::test]
 async fn step_captures_starting_and_omits_failed_environments() {
-    let [good, slow] = [Machine::new("good"), Machine::held("slow")];
-    let bad = Machine::new("bad").failing([lasting()]);
+    let [good, slow] = [NumberedTarget::new("good"), NumberedTarget::held("slow")];
+    let bad = NumberedTarget::new("bad").failing([lasting()]);
     let entries = vec![
         entry("bad", &bad),
         entry("slow", &slow),
@@ -513,7 +517,7 @@ async fn step_captures_starting_and_omits_failed_environments() {
     let step = work.step();
     let seen: Vec<_> = step
         .captured()
-        .map(|(id, captured)| (id, matches!(captured, Captured::Ready(_))))
+        .map(|(id, captured)| (id, matches!(captured, CapturedEnvironment::Ready(_))))
         .collect();
     assert_eq!(seen, [("good", true), ("slow", false), ("local", true)]);
     let ready: Vec<_> = step.ready().map(|handle| handle.id()).collect();
@@ -521,8 +525,14 @@ async fn step_captures_starting_and_omits_failed_environments() {
     // The starting environment may be ready in the next step; this step does not change.
     slow.permits.add_permits(1);
     work.settled().await;
-    assert!(matches!(step.get("slow"), Some(Captured::Starting)));
-    assert!(matches!(work.step().get("slow"), Some(Captured::Ready(_))));
+    assert!(matches!(
+        step.get("slow"),
+        Some(CapturedEnvironment::Starting)
+    ));
+    assert!(matches!(
+        work.step().get("slow"),
+        Some(CapturedEnvironment::Ready(_))
+    ));
 }
 
 pub(crate) fn root(id: &str, environment: &str) -> SelectedCapabilityRoot {
@@ -533,13 +543,13 @@ pub(crate) fn root(id: &str, environment: &str) -> SelectedCapabilityRoot {
 #[tokio::test]
 async fn resolve_roots_prefers_captured_handles_over_current_ones() {
     let [captured, starting, outside, idle] = [
-        Machine::new("captured"),
-        Machine::held("starting"),
-        Machine::new("outside"),
-        Machine::held("idle"),
+        NumberedTarget::new("captured"),
+        NumberedTarget::held("starting"),
+        NumberedTarget::new("outside"),
+        NumberedTarget::held("idle"),
     ];
-    let flaky = Machine::new("flaky").failing([passing()]);
-    let broken = Machine::new("broken").failing([lasting()]);
+    let flaky = NumberedTarget::new("flaky").failing([passing()]);
+    let broken = NumberedTarget::new("broken").failing([lasting()]);
     let entries = vec![
         entry("captured", &captured),
         entry("starting", &starting),
@@ -591,8 +601,8 @@ async fn resolve_roots_prefers_captured_handles_over_current_ones() {
 
 #[tokio::test]
 async fn inspect_roots_does_not_connect() {
-    let [good, idle] = [Machine::new("good"), Machine::new("idle")];
-    let bad = Machine::new("bad").failing([lasting()]);
+    let [good, idle] = [NumberedTarget::new("good"), NumberedTarget::new("idle")];
+    let bad = NumberedTarget::new("bad").failing([lasting()]);
     let entries = vec![
         entry("good", &good),
         entry("idle", &idle),
@@ -624,13 +634,16 @@ async fn inspect_roots_does_not_connect() {
 
 #[tokio::test]
 async fn prepared_environment_waits_for_its_report() {
-    let machine = Machine::new("vm");
+    let machine = NumberedTarget::new("vm");
     let manager = EnvironmentManager::new(list(None, Vec::new()), None).unwrap();
     let handle = manager.prepared("vm").unwrap();
     assert!(Arc::ptr_eq(&handle, &manager.prepared("vm").unwrap()));
     assert!(matches!(handle.readiness(), Readiness::Idle) && handle.target().is_none());
     let work = manager.attach(["vm"]);
-    assert!(matches!(work.step().get("vm"), Some(Captured::Starting)));
+    assert!(matches!(
+        work.step().get("vm"),
+        Some(CapturedEnvironment::Starting)
+    ));
     let mut report = ReadyReport::new(machine.clone());
     report.roots = vec![root("plugin@1", "vm")];
     manager.report_ready("vm", report.clone()).unwrap();
@@ -653,9 +666,9 @@ async fn prepared_environment_waits_for_its_report() {
 
 #[tokio::test]
 async fn early_reports_are_kept_and_invalid_ones_rejected() {
-    let machine = Machine::new("vm");
+    let machine = NumberedTarget::new("vm");
     let ready = || ReadyReport::new(machine.clone());
-    let ordinary = Machine::new("ordinary");
+    let ordinary = NumberedTarget::new("ordinary");
     let manager =
         EnvironmentManager::resting(list(None, vec![entry("ordinary", &ordinary)]), None).unwrap();
     // The report arrives before the environment is requested.

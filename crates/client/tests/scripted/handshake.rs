@@ -5,16 +5,20 @@ use exec_server_transport::Link;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
-use crate::server::{Server, connected, connected_with, info, soon};
+use crate::server::{ScriptedServer, connected, connected_with, info, soon};
 
 /// Performs a handshake with a server that responds to `initialize` with `result`. Returns the
 /// client, the request parameters and the server.
 async fn shake(
     options: ExecServerClientConnectOptions,
     result: Result<Value, i64>,
-) -> (Result<ExecServerClient, ExecServerError>, Value, Server) {
+) -> (
+    Result<ExecServerClient, ExecServerError>,
+    Value,
+    ScriptedServer,
+) {
     let (here, there) = Link::pair();
-    let mut server = Server::new(there);
+    let mut server = ScriptedServer::new(there);
     let script = async {
         let request = server.expect("initialize").await;
         let params = request.params.clone();

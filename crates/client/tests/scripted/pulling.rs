@@ -6,7 +6,7 @@ use exec_server_client::{
 };
 use serde_json::json;
 
-use crate::server::{Server, connected, read, soon, start_params};
+use crate::server::{ScriptedServer, connected, read, soon, start_params};
 
 const EXTENSIONS: &[&str] = &[
     "process/start#delivery",
@@ -14,7 +14,9 @@ const EXTENSIONS: &[&str] = &[
     "process/list",
 ];
 
-async fn started_to_pull(extensions: &[&str]) -> (ExecServerClient, Server, StartedProcess) {
+async fn started_to_pull(
+    extensions: &[&str],
+) -> (ExecServerClient, ScriptedServer, StartedProcess) {
     let (client, mut server) = connected(extensions).await;
     let params = StartParams {
         delivery: Some(Delivery::Pull),

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use exec_server_client::fs::{Access, ReadStream, Rename, Watch};
+use exec_server_client::fs::{AccessOptions, ReadStreamOptions, RenameOptions, WatchOptions};
 use exec_server_client::protocol::PathUri;
 use exec_server_client::protocol::process::{SignalName, SignalScope, WriteStatus};
 use exec_server_client::{
-    ConnectionState, DialError, Dialled, ExecBackend as _, ExecServerClient,
+    ConnectionState, DialError, DialledLink, ExecBackend as _, ExecServerClient,
     ExecServerClientConnectOptions, ExecServerError, ExecutorFileSystem as _, StartedProcess,
 };
 use exec_server_transport::Link;
@@ -17,7 +17,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::processes::all;
-use crate::server::{Server, base64, info, read, soon, start_params};
+use crate::server::{ScriptedServer, base64, info, read, soon, start_params};
 
 const EVICTED: &str = "process/read#evicted";
 const START_ID: &str = "process/start#startId";
@@ -29,11 +29,11 @@ struct Exchange {
 
 impl Exchange {
     /// Waits for the next dial and answers it.
-    async fn accept(&mut self) -> Server {
+    async fn accept(&mut self) -> ScriptedServer {
         let (here, there) = Link::pair();
         let dial = soon(self.dials.recv()).await.unwrap();
         dial.send(Ok(here)).unwrap();
-        Server::new(there)
+        ScriptedServer::new(there)
     }
 
     /// Rejects each dial. Returns the times of the dials.
@@ -47,7 +47,7 @@ impl Exchange {
     }
 
     /// Accepts a link and resumes the session on it. Returns the parameters of `initialize`.
-    async fn resume(&mut self) -> (Server, Value) {
+    async fn resume(&mut self) -> (ScriptedServer, Value) {
         let mut server = self.accept().await;
         let params = soon(server.serve("initialize", json!({"sessionId": "s"}))).await;
         soon(server.expect("initialized")).await;
@@ -60,7 +60,7 @@ async fn dialling(
     options: ExecServerClientConnectOptions,
     extensions: &[&str],
     more: Value,
-) -> (ExecServerClient, Server, Exchange) {
+) -> (ExecServerClient, ScriptedServer, Exchange) {
     let (sender, dials) = mpsc::unbounded_channel();
     let dial = move || {
         let sender = sender.clone();
@@ -71,7 +71,7 @@ async fn dialling(
                 .send(answer)
                 .map_err(|_| DialError::lasting("the test is over"))?;
             match link.await {
-                Ok(link) => Ok(Dialled::from(link?)),
+                Ok(link) => Ok(DialledLink::from(link?)),
                 Err(error) => Err(gone(error)),
             }
         }
@@ -92,12 +92,14 @@ async fn dialling(
     (client.unwrap(), server, exchange)
 }
 
-async fn connected(extensions: &[&str]) -> (ExecServerClient, Server, Exchange) {
+async fn connected(extensions: &[&str]) -> (ExecServerClient, ScriptedServer, Exchange) {
     let options = ExecServerClientConnectOptions::new("test");
     dialling(options, extensions, json!({})).await
 }
 
-async fn started(extensions: &[&str]) -> (ExecServerClient, Server, Exchange, StartedProcess) {
+async fn started(
+    extensions: &[&str],
+) -> (ExecServerClient, ScriptedServer, Exchange, StartedProcess) {
     let (client, mut server, exchange) = connected(extensions).await;
     let script = server.serve("process/start", json!({"processId": "p"}));
     let (process, _) = tokio::join!(client.start(start_params()), script);
@@ -450,14 +452,14 @@ async fn unanswered_queries_are_repeated_and_changes_are_not() {
         soon(server.serve("fs/getMetadata", found)).await;
         server
     };
-    let (found, mut server) = tokio::join!(files.metadata(&path, Access::default()), script);
+    let (found, mut server) = tokio::join!(files.metadata(&path, AccessOptions::default()), script);
     assert_eq!(found.unwrap().size, 5);
 
     let script = async {
         soon(server.expect("fs/rename")).await;
         drop(server);
     };
-    let renaming = files.rename(&path, &path, Rename::default());
+    let renaming = files.rename(&path, &path, RenameOptions::default());
     let (renamed, ()) = tokio::join!(renaming, script);
     let error = renamed.unwrap_err();
     assert!(matches!(
@@ -469,7 +471,7 @@ async fn unanswered_queries_are_repeated_and_changes_are_not() {
     ));
 
     // A request sent while the link is down waits for the new link.
-    let renaming = files.rename(&path, &path, Rename::default());
+    let renaming = files.rename(&path, &path, RenameOptions::default());
     let script = async {
         let (mut server, _) = exchange.resume().await;
         soon(server.serve("fs/rename", json!({}))).await;
@@ -496,7 +498,10 @@ async fn request_is_not_repeated_after_repeated_connection_losses() {
             }
         }
     };
-    let (found, server) = tokio::join!(soon(files.metadata(&path, Access::default())), script);
+    let (found, server) = tokio::join!(
+        soon(files.metadata(&path, AccessOptions::default())),
+        script
+    );
     let error = found.unwrap_err();
     assert!(
         matches!(error, ExecServerError::Interrupted { .. }),
@@ -545,7 +550,7 @@ async fn file_handle_is_lost_if_server_cannot_resume_it() {
     let (client, mut server, mut exchange) = connected(&[]).await;
     let path = PathUri::parse("file:///etc/motd").unwrap();
     let files = client.file_system();
-    let opening = files.open_read(&path, ReadStream::default());
+    let opening = files.open_read(&path, ReadStreamOptions::default());
     let (reader, _) = tokio::join!(
         opening,
         soon(server.serve("fs/open", json!({"handleId": "h"})))
@@ -573,7 +578,7 @@ async fn watches_are_renewed_after_resume() {
     let (client, mut server, mut exchange) = connected(&["fs/watch"]).await;
     let path = PathUri::parse("file:///src").unwrap();
     let files = client.file_system();
-    let watching = files.watch(&path, Watch::default());
+    let watching = files.watch(&path, WatchOptions::default());
     let script = soon(server.serve("fs/watch", json!({"path": "file:///src"})));
     let (changes, first) = tokio::join!(watching, script);
     let mut changes = changes.unwrap();

@@ -7,22 +7,22 @@ use exec_server_client::protocol::process::StartParams;
 use exec_server_client::{
     ExecBackend as _, ExecServerClient, ExecServerClientConnectOptions, StartedProcess,
 };
-use exec_server_transport::{Event, Link};
+use exec_server_transport::{Link, LinkEvent};
 use serde_json::{Value, json};
 
 /// Server end of a link. Each failed expectation panics.
-pub(crate) struct Server {
+pub(crate) struct ScriptedServer {
     link: Link,
 }
 
 /// Received request that has no response yet.
 #[derive(Debug)]
-pub(crate) struct Request {
+pub(crate) struct PendingRequest {
     id: Value,
     pub(crate) params: Value,
 }
 
-impl Server {
+impl ScriptedServer {
     pub(crate) fn new(link: Link) -> Self {
         Self { link }
     }
@@ -30,27 +30,27 @@ impl Server {
     /// The next message; `None` if the client has closed the link.
     pub(crate) async fn next(&mut self) -> Option<Value> {
         match self.link.incoming.recv().await.unwrap() {
-            Some(Event::Message(text)) => Some(serde_json::from_str(text).unwrap()),
+            Some(LinkEvent::Message(text)) => Some(serde_json::from_str(text).unwrap()),
             Some(other) => panic!("{other:?}"),
             None => None,
         }
     }
 
     /// The next message, which must be a request for this method.
-    pub(crate) async fn expect(&mut self, method: &str) -> Request {
+    pub(crate) async fn expect(&mut self, method: &str) -> PendingRequest {
         let message = self.next().await.expect(method);
         assert_eq!(message["method"], method, "{message}");
-        Request {
+        PendingRequest {
             id: message["id"].clone(),
             params: message["params"].clone(),
         }
     }
 
-    pub(crate) async fn answer(&mut self, request: Request, result: Value) {
+    pub(crate) async fn answer(&mut self, request: PendingRequest, result: Value) {
         self.send(json!({"id": request.id, "result": result})).await;
     }
 
-    pub(crate) async fn refuse(&mut self, request: Request, code: i64, message: &str) {
+    pub(crate) async fn refuse(&mut self, request: PendingRequest, code: i64, message: &str) {
         let error = json!({"code": code, "message": message});
         self.send(json!({"id": request.id, "error": error})).await;
     }
@@ -101,16 +101,16 @@ impl Server {
 }
 
 /// A connected client, and its server that supports these extensions.
-pub(crate) async fn connected(extensions: &[&str]) -> (ExecServerClient, Server) {
+pub(crate) async fn connected(extensions: &[&str]) -> (ExecServerClient, ScriptedServer) {
     connected_with(ExecServerClientConnectOptions::new("test"), extensions).await
 }
 
 pub(crate) async fn connected_with(
     options: ExecServerClientConnectOptions,
     extensions: &[&str],
-) -> (ExecServerClient, Server) {
+) -> (ExecServerClient, ScriptedServer) {
     let (here, there) = Link::pair();
-    let mut server = Server::new(there);
+    let mut server = ScriptedServer::new(there);
     let script = async {
         server
             .serve(
@@ -125,7 +125,9 @@ pub(crate) async fn connected_with(
 }
 
 /// A connected client with a started process `p`.
-pub(crate) async fn started(extensions: &[&str]) -> (ExecServerClient, Server, StartedProcess) {
+pub(crate) async fn started(
+    extensions: &[&str],
+) -> (ExecServerClient, ScriptedServer, StartedProcess) {
     let (client, mut server) = connected(extensions).await;
     let script = server.serve(
         "process/start",

@@ -12,7 +12,7 @@ use exec_server_client::RemoteExecServerConnectArgs;
 use exec_server_service::auth::{
     Auth, CapabilityToken, DEFAULT_CLOCK_SKEW, MIN_SECRET_BYTES, Scopes, SignedTokens,
 };
-use exec_server_service::{ListenUrl, Rules};
+use exec_server_service::{AdmissionRules, ListenUrl};
 use exec_server_transport::Secret;
 use exec_server_transport::forwarded::TrustedProxies;
 use exec_server_transport::tls::{TlsServer, TlsServerFiles};
@@ -24,10 +24,10 @@ use super::settings::{Settings, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, variable};
 const UNNAMED: &str = "token";
 
 /// The authentication rules for clients. Reads the files that hold secrets.
-pub(super) fn rules(settings: &Settings) -> anyhow::Result<Rules> {
+pub(super) fn rules(settings: &Settings) -> anyhow::Result<AdmissionRules> {
     let allowed_origins = settings.list("auth.allow_origins");
     let trusted_proxies = TrustedProxies::parse(settings.list("auth.trusted_proxies"));
-    Ok(Rules {
+    Ok(AdmissionRules {
         auth: auth(settings)?,
         allowed_origins: allowed_origins.into_iter().map(str::to_owned).collect(),
         trusted_proxies: trusted_proxies.context("`auth.trusted_proxies`")?,

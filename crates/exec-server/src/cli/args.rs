@@ -1,7 +1,7 @@
 //! Definition of the command line: commands, options and their help.
 //!
 //! Structs of options and subcommands have plain comments: clap would show a doc comment as the first
-//! line of the command's help page, in place of the one in [`Command`].
+//! line of the command's help page, in place of the one in [`CliCommand`].
 
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use clap::builder::PossibleValuesParser;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
-use exec_server_rendezvous::Role;
+use exec_server_rendezvous::TokenRole;
 
 use super::settings::{FORMATS, MODES};
 use super::{codex, overview};
@@ -64,9 +64,9 @@ Without a command, options are those of `serve`.
 
 Exit codes: 0 success, 1 failure, 2 wrong usage; `run` and `fs search` have
 their own, see their --help.")]
-pub(super) struct Args {
+pub(super) struct CliArgs {
     #[command(subcommand)]
-    pub(super) command: Option<Command>,
+    pub(super) command: Option<CliCommand>,
     #[command(flatten)]
     pub(super) serve: ServeArgs,
 }
@@ -74,25 +74,25 @@ pub(super) struct Args {
 /// The commands alone, without the options of `serve` at the top level.
 ///
 /// Those take longer to define than most commands take to run. This suffices when a command is named
-/// first and its options are valid; [`Args`] handles the rest, errors and help included.
+/// first and its options are valid; [`CliArgs`] handles the rest, errors and help included.
 #[derive(Debug, Parser)]
 #[command(name = "exec-server", version)]
-struct Named {
+struct CommandsOnly {
     #[command(subcommand)]
-    command: Command,
+    command: CliCommand,
 }
 
 /// `run` alone: its definition delays the command that it starts.
 #[derive(Debug, Parser)]
 #[command(name = "exec-server run")]
-struct Run {
+struct RunOnly {
     #[command(flatten)]
     run: RunArgs,
 }
 
 /// The whole definition, with the commands in groups; the options of `serve` are on its own page.
 pub(super) fn definition() -> clap::Command {
-    let command = Args::command();
+    let command = CliArgs::command();
     let template = overview::template(&command);
     command
         .mut_args(|arg| arg.hide(true))
@@ -100,7 +100,7 @@ pub(super) fn definition() -> clap::Command {
         .help_template(template)
 }
 
-impl Command {
+impl CliCommand {
     /// Parses this program's arguments.
     ///
     /// Where there is nothing to run, prints the help, the version or the error, and returns the exit
@@ -112,12 +112,12 @@ impl Command {
         }
         let first = arguments.get(1).cloned().unwrap_or_default();
         if (first == "run" || first == "exec")
-            && let Ok(only) = Run::try_parse_from(&arguments[1..])
+            && let Ok(only) = RunOnly::try_parse_from(&arguments[1..])
         {
             return Ok(Self::Run(only.run));
         }
         let is_named = !first.is_empty() && !first.as_encoded_bytes().starts_with(b"-");
-        if is_named && let Ok(named) = Named::try_parse_from(&arguments) {
+        if is_named && let Ok(named) = CommandsOnly::try_parse_from(&arguments) {
             return Ok(named.command);
         }
         if let Some(code) = overview::answer() {
@@ -126,7 +126,7 @@ impl Command {
         let mut definition = definition();
         let parsed = definition
             .try_get_matches_from_mut(arguments)
-            .and_then(|mut matches| Args::from_arg_matches_mut(&mut matches));
+            .and_then(|mut matches| CliArgs::from_arg_matches_mut(&mut matches));
         match parsed {
             Ok(args) => Ok(match args.command {
                 Some(command) => command,
@@ -152,7 +152,7 @@ pub(super) fn refuse(error: &clap::Error) -> ExitCode {
 #[derive(Debug, Subcommand)]
 // Defines only the command that is named: all of them take longer than most commands run.
 #[command(defer = true)]
-pub(super) enum Command {
+pub(super) enum CliCommand {
     /// Serve clients: run their commands, give them files
     #[command(after_help = "Examples:
   exec-server serve                                  on loopback, on a free port
@@ -1121,11 +1121,11 @@ pub(super) enum RoleArg {
 }
 
 impl RoleArg {
-    pub(super) fn role(self) -> Role {
+    pub(super) fn role(self) -> TokenRole {
         match self {
-            Self::Executor => Role::Executor,
-            Self::Harness => Role::Harness,
-            Self::Admin => Role::Admin,
+            Self::Executor => TokenRole::Executor,
+            Self::Harness => TokenRole::Harness,
+            Self::Admin => TokenRole::Admin,
         }
     }
 }
@@ -1707,7 +1707,7 @@ mod tests {
 
     #[test]
     fn the_definition_is_sound() {
-        Args::command().debug_assert();
+        CliArgs::command().debug_assert();
         definition().debug_assert();
     }
 

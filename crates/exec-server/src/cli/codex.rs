@@ -14,7 +14,7 @@ use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEn
 use rustix::fs::{readlink, symlink, unlink};
 use rustix::io::Errno;
 
-use super::args::{Command, ForwardArgs, ServeArgs};
+use super::args::{CliCommand, ForwardArgs, ServeArgs};
 use super::error::notice;
 use super::print;
 
@@ -145,7 +145,7 @@ struct CodexForward {
 ///
 /// Where there is nothing to run, prints the help, the version or the error, and returns the exit
 /// code.
-pub(super) fn parse(arguments: &[OsString]) -> Option<Result<Command, ExitCode>> {
+pub(super) fn parse(arguments: &[OsString]) -> Option<Result<CliCommand, ExitCode>> {
     let program = arguments.first().map(Path::new);
     let is_codex = program.and_then(Path::file_name) == Some(OsStr::new(NAME));
     let rest = arguments.get(1..).unwrap_or_default();
@@ -159,7 +159,7 @@ pub(super) fn parse(arguments: &[OsString]) -> Option<Result<Command, ExitCode>>
 }
 
 /// Parses arguments of `codex`: `[GLOBAL OPTIONS] exec-server …`, or a question about its version.
-fn of_codex(arguments: &[OsString]) -> Result<Command, ExitCode> {
+fn of_codex(arguments: &[OsString]) -> Result<CliCommand, ExitCode> {
     let mut at = 0;
     while let Some(argument) = arguments.get(at).and_then(|argument| argument.to_str()) {
         let name = argument.split('=').next().unwrap_or_default();
@@ -201,7 +201,7 @@ fn version() -> ExitCode {
     }
 }
 
-fn of_exec_server(global: &[OsString], rest: &[OsString]) -> Result<Command, ExitCode> {
+fn of_exec_server(global: &[OsString], rest: &[OsString]) -> Result<CliCommand, ExitCode> {
     // The name `--config` belongs to Codex's option.
     let rename = |arg: clap::Arg| arg.long("settings");
     let mut definition = CodexExecServer::command()
@@ -216,10 +216,10 @@ fn of_exec_server(global: &[OsString], rest: &[OsString]) -> Result<Command, Exi
         Err(error) => return Err(super::args::refuse(&error.format(&mut definition))),
     };
     let (codex, mut command) = match parsed.command {
-        None => (parsed.codex, Command::Serve(Box::new(parsed.serve))),
+        None => (parsed.codex, CliCommand::Serve(Box::new(parsed.serve))),
         Some(CodexCommand::Forward(forward)) => {
             let CodexForward { codex, forward } = *forward;
-            (codex, Command::Forward(Box::new(forward)))
+            (codex, CliCommand::Forward(Box::new(forward)))
         }
     };
     if let Err(error) = codex.refuse_unsupported() {
@@ -234,8 +234,8 @@ fn of_exec_server(global: &[OsString], rest: &[OsString]) -> Result<Command, Exi
         ));
     }
     match &mut command {
-        Command::Serve(args) => args.remote.as_codex = true,
-        Command::Forward(args) => args.remote.as_codex = true,
+        CliCommand::Serve(args) => args.remote.as_codex = true,
+        CliCommand::Forward(args) => args.remote.as_codex = true,
         _ => {}
     }
     Ok(command)
@@ -336,7 +336,7 @@ pub(super) fn install(directory: &Path, force: bool) -> anyhow::Result<ExitCode>
 mod tests {
     use super::*;
 
-    fn parsed(arguments: &[&str]) -> Option<Result<Command, ExitCode>> {
+    fn parsed(arguments: &[&str]) -> Option<Result<CliCommand, ExitCode>> {
         let arguments: Vec<OsString> = arguments.iter().map(OsString::from).collect();
         parse(&arguments)
     }
@@ -349,7 +349,7 @@ mod tests {
             &["codex", "-c", "a=1", "--enable=x", "exec-server"],
             &["exec-server", "exec-server"],
         ] {
-            let Some(Ok(Command::Serve(args))) = parsed(arguments) else {
+            let Some(Ok(CliCommand::Serve(args))) = parsed(arguments) else {
                 panic!("{arguments:?}");
             };
             assert!(args.remote.as_codex);
@@ -363,7 +363,7 @@ mod tests {
         ];
         let remote = ["--remote", "http://127.0.0.1:2", "--environment-id", "e"];
         let arguments = [&forward[..], &remote].concat();
-        let Some(Ok(Command::Forward(args))) = parsed(&arguments) else {
+        let Some(Ok(CliCommand::Forward(args))) = parsed(&arguments) else {
             panic!("{arguments:?}");
         };
         assert!(args.remote.as_codex);
@@ -386,7 +386,7 @@ mod tests {
             "--settings",
             "file",
         ];
-        let Some(Ok(Command::Serve(args))) = parsed(&arguments) else {
+        let Some(Ok(CliCommand::Serve(args))) = parsed(&arguments) else {
             panic!("not parsed");
         };
         assert_eq!(args.config, Some("file".into()));

@@ -20,14 +20,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use clap::Parser as _;
-use exec_server_service::Server;
+use exec_server_service::ExecServer;
 use exec_server_transport::private_file::open_lock;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::args::{Args, DaemonArgs};
+use super::args::{CliArgs, DaemonArgs};
 use super::error::notice;
 use super::{print, serve, settings};
 
@@ -54,7 +54,7 @@ const NAME_BYTES: usize = "/daemon.1234567890.tmp".len();
 const MAX_LOG_BYTES: u64 = 1 << 20;
 
 pub(super) fn run(args: DaemonArgs) -> anyhow::Result<ExitCode> {
-    let place = Place::find(args.directory)?;
+    let place = DaemonPaths::find(args.directory)?;
     if args.serve {
         return place.serve(args.idle);
     }
@@ -77,9 +77,9 @@ pub(super) fn run(args: DaemonArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// Where the daemon of this user is found.
-struct Place(PathBuf);
+struct DaemonPaths(PathBuf);
 
-impl Place {
+impl DaemonPaths {
     /// The directory that was given, one in the user's cache, or one in `/tmp` where that is too long
     /// for a socket or the user has no home.
     ///
@@ -255,8 +255,8 @@ impl Place {
         // Away from the terminal and the connection that started us.
         let _ = rustix::process::setsid();
         let url = format!("unix://{}", self.socket().display());
-        let args = Args::try_parse_from(["exec-server", "--listen", &url])?.serve;
-        let watch = Idle {
+        let args = CliArgs::try_parse_from(["exec-server", "--listen", &url])?.serve;
+        let watch = IdleDetector {
             limit: idle,
             place: self,
         };
@@ -291,12 +291,12 @@ fn build() -> anyhow::Result<String> {
 }
 
 /// Knows when a daemon is no longer needed.
-pub(super) struct Idle {
+pub(super) struct IdleDetector {
     limit: Duration,
-    place: Place,
+    place: DaemonPaths,
 }
 
-impl Idle {
+impl IdleDetector {
     /// Writes this daemon's version and pid to its directory, before its socket is announced.
     pub(super) fn introduce(&self) -> anyhow::Result<()> {
         let state = json!({
@@ -315,7 +315,7 @@ impl Idle {
 
     /// Returns when the server has been unused for the idle timeout, or immediately on SIGUSR1, with which
     /// another build asks to replace it. No other daemon can start until the returned lock is dropped.
-    pub(super) async fn over(self, server: &Server) -> anyhow::Result<Option<File>> {
+    pub(super) async fn over(self, server: &ExecServer) -> anyhow::Result<Option<File>> {
         let mut retire = signal(SignalKind::user_defined1())?;
         let mut limit = self.limit;
         let mut since = Instant::now();
@@ -352,7 +352,7 @@ impl Idle {
 }
 
 /// Whether there is a connection, a session or a running process.
-fn is_needed(server: &Server) -> bool {
+fn is_needed(server: &ExecServer) -> bool {
     server.connections() > 0 || server.session_count() > 0 || server.executor().live() > 0
 }
 
@@ -397,10 +397,10 @@ mod tests {
     fn a_place_that_others_could_use_is_refused() {
         let home = tempfile::tempdir().unwrap();
         let path = home.path().join("run");
-        Place::find(Some(path.clone())).unwrap();
+        DaemonPaths::find(Some(path.clone())).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o750)).unwrap();
-        assert!(Place::find(Some(path)).is_err());
+        assert!(DaemonPaths::find(Some(path)).is_err());
         let long = home.path().join("x".repeat(100));
-        assert!(Place::find(Some(long)).is_err());
+        assert!(DaemonPaths::find(Some(long)).is_err());
     }
 }

@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use exec_server_executor::fs::watch::{self, Limits};
-use exec_server_executor::sandbox::host::{self, Host};
+use exec_server_executor::fs::watch::{self, InotifyLimits};
+use exec_server_executor::sandbox::host::{self, HostFeatures};
 use serde_json::json;
 
 use super::args::DoctorArgs;
@@ -50,7 +50,7 @@ pub(super) fn run(args: &DoctorArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// What policies can be enforced, in a word and in a sentence.
-fn summary(host: &Host) -> (&'static str, &'static str) {
+fn summary(host: &HostFeatures) -> (&'static str, &'static str) {
     match (host.mounts().is_ok(), host.landlock > 0, host.seccomp) {
         (true, _, true) => ("full", "Every policy can be enforced."),
         (false, true, true) => (
@@ -62,7 +62,7 @@ fn summary(host: &Host) -> (&'static str, &'static str) {
     }
 }
 
-fn findings(host: &Host) -> Vec<Finding> {
+fn findings(host: &HostFeatures) -> Vec<Finding> {
     let yes = |result: &Result<(), String>| result.clone().map(|()| "yes".to_owned());
     let obstacles = || {
         let found = host::namespace_obstacles();
@@ -165,10 +165,10 @@ fn findings(host: &Host) -> Vec<Finding> {
 }
 
 /// What `fs/watch` has to share with all other programs of the user.
-fn inotify(limits: Limits) -> [Finding; 2] {
+fn inotify(limits: InotifyLimits) -> [Finding; 2] {
     // A large checkout has tens of thousands of directories; a tree takes one instance, and the
     // kernel's own default allows as many.
-    let Limits { watches, instances } = limits;
+    let InotifyLimits { watches, instances } = limits;
     [
         limited(
             "inotify watches",
@@ -241,7 +241,7 @@ mod tests {
     #[test]
     fn low_limits_come_with_advice() {
         let text = |watches, instances| {
-            let findings = inotify(Limits { watches, instances });
+            let findings = inotify(InotifyLimits { watches, instances });
             findings.iter().map(Finding::text).collect::<String>()
         };
         let low = text(8192, 16);
@@ -258,7 +258,7 @@ mod tests {
             enough.contains("ok  inotify watches      65536") && !enough.contains("fix"),
             "{enough}"
         );
-        let [watches, _] = inotify(Limits {
+        let [watches, _] = inotify(InotifyLimits {
             watches: 8192,
             instances: 128,
         });

@@ -303,16 +303,16 @@ fn position(tables: &ArrayOfTables, id: &str) -> Option<usize> {
 
 /// Status of an environment.
 #[derive(Debug)]
-struct Report {
+struct EnvironmentReport {
     id: String,
     default: bool,
     target: String,
     /// Nothing for this machine.
-    outcome: Option<Result<Answer, String>>,
+    outcome: Option<Result<ProbeAnswer, String>>,
 }
 
 #[derive(Debug)]
-struct Answer {
+struct ProbeAnswer {
     connect: Duration,
     latency: Duration,
     info: Option<EnvironmentInfo>,
@@ -347,7 +347,7 @@ fn status(ids: &[String], timeout: Duration, as_json: bool) -> anyhow::Result<Ex
                     Err(error) => Err(error.to_string()),
                 }),
             };
-            reports.push(Report {
+            reports.push(EnvironmentReport {
                 default: list.default.as_deref() == Some(&id),
                 target: target.unwrap_or_else(|| "this machine".to_owned()),
                 id,
@@ -357,7 +357,7 @@ fn status(ids: &[String], timeout: Duration, as_json: bool) -> anyhow::Result<Ex
         reports
     });
     let text = if as_json {
-        let reports: Vec<Value> = reports.iter().map(Report::as_json).collect();
+        let reports: Vec<Value> = reports.iter().map(EnvironmentReport::as_json).collect();
         format!(
             "{}\n",
             serde_json::to_string_pretty(&json!({ "environments": reports }))?
@@ -377,7 +377,7 @@ fn status(ids: &[String], timeout: Duration, as_json: bool) -> anyhow::Result<Ex
 }
 
 /// Connects to an environment and measures its latency.
-async fn ask(connect: Arc<dyn Connect>, limit: Duration) -> anyhow::Result<Answer> {
+async fn ask(connect: Arc<dyn Connect>, limit: Duration) -> anyhow::Result<ProbeAnswer> {
     let asking = async {
         let began = Instant::now();
         let client = connect.connect().await?;
@@ -390,7 +390,7 @@ async fn ask(connect: Arc<dyn Connect>, limit: Duration) -> anyhow::Result<Answe
             // This session will not be resumed.
             let _ = client.end_session().await;
         }
-        anyhow::Ok(Answer {
+        anyhow::Ok(ProbeAnswer {
             connect,
             latency,
             info,
@@ -402,7 +402,7 @@ async fn ask(connect: Arc<dyn Connect>, limit: Duration) -> anyhow::Result<Answe
     }
 }
 
-impl Answer {
+impl ProbeAnswer {
     fn version(&self) -> Option<&str> {
         self.info.as_ref()?.executor_version.as_deref()
     }
@@ -421,7 +421,7 @@ impl Answer {
     }
 }
 
-impl Report {
+impl EnvironmentReport {
     fn as_json(&self) -> Value {
         let mut report = json!({
             "id": self.id,
@@ -454,7 +454,7 @@ fn millis(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1000.0
 }
 
-fn as_table(reports: &[Report]) -> String {
+fn as_table(reports: &[EnvironmentReport]) -> String {
     let rows = reports.iter().map(|report| {
         let (state, version, latency, can) = match &report.outcome {
             None => (
@@ -491,7 +491,7 @@ fn as_table(reports: &[Report]) -> String {
 }
 
 /// What an environment can do, on one line.
-fn capabilities(answer: &Answer) -> String {
+fn capabilities(answer: &ProbeAnswer) -> String {
     let mut text = answer.capabilities().join(", ");
     let extensions = answer.extensions().len();
     if extensions > 0 {

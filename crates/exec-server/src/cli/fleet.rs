@@ -26,7 +26,7 @@ const DEFAULT_URL: &str = "http://127.0.0.1:4700";
 const BUSIEST: usize = 10;
 
 pub(super) fn run(args: &FleetArgs) -> anyhow::Result<ExitCode> {
-    let access = Access::of(args)?;
+    let access = FleetAccess::of(args)?;
     let api = access.to(&access.url)?;
     runtime()?
         .block_on(act(args, &access, &api))
@@ -35,7 +35,7 @@ pub(super) fn run(args: &FleetArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// How to reach rendezvous servers, and the admin token for them.
-struct Access {
+struct FleetAccess {
     url: String,
     token: Secret,
     /// Where the token came from, for messages.
@@ -44,7 +44,7 @@ struct Access {
     plain: bool,
 }
 
-impl Access {
+impl FleetAccess {
     fn of(args: &FleetArgs) -> anyhow::Result<Self> {
         let set = |name: &str| variable(name).filter(|value| !value.is_empty());
         let url = args
@@ -92,7 +92,7 @@ impl Access {
     }
 }
 
-async fn act(args: &FleetArgs, access: &Access, api: &RegistryApi) -> anyhow::Result<()> {
+async fn act(args: &FleetArgs, access: &FleetAccess, api: &RegistryApi) -> anyhow::Result<()> {
     match &args.command {
         FleetCommand::Nodes => {
             let answer = api.get("cloud/nodes").await?;
@@ -317,7 +317,7 @@ fn revocations_table(answer: &Value) -> String {
 }
 
 /// One snapshot of nodes, environments and usage.
-struct Look {
+struct FleetSnapshot {
     at: Instant,
     nodes: Value,
     environments: Value,
@@ -325,9 +325,9 @@ struct Look {
     usage: Vec<Value>,
 }
 
-impl Look {
+impl FleetSnapshot {
     async fn take(
-        access: &Access,
+        access: &FleetAccess,
         api: &RegistryApi,
         others: &mut HashMap<String, RegistryApi>,
     ) -> anyhow::Result<Self> {
@@ -508,18 +508,18 @@ impl Look {
 
 async fn top(
     args: &FleetArgs,
-    access: &Access,
+    access: &FleetAccess,
     api: &RegistryApi,
     interval: Duration,
     count: Option<u64>,
 ) -> anyhow::Result<()> {
     let mut others = HashMap::new();
-    let mut before: Option<Look> = None;
+    let mut before: Option<FleetSnapshot> = None;
     let mut looks = tokio::time::interval(interval.max(Duration::from_millis(100)));
     let live = terminal::is_interactive() && !args.json;
     for _ in 0..count.unwrap_or(u64::MAX) {
         looks.tick().await;
-        let look = match Look::take(access, api, &mut others).await {
+        let look = match FleetSnapshot::take(access, api, &mut others).await {
             Ok(look) => look,
             // It may come back; the first time, a mistake is more likely.
             Err(error) if before.is_some() && live => {
@@ -550,9 +550,9 @@ async fn top(
 mod tests {
     use super::*;
 
-    fn look(bytes: u64, seconds: u64) -> Look {
+    fn look(bytes: u64, seconds: u64) -> FleetSnapshot {
         let start = Instant::now();
-        Look {
+        FleetSnapshot {
             at: start + Duration::from_secs(seconds),
             nodes: json!({"nodes": [
                 {"name": "a", "executors": 2, "harnesses": 3, "streams": 3, "draining": false},

@@ -3,15 +3,15 @@
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use exec_server_service::remote::{self, Destination, Status};
+use exec_server_service::remote::{self, ForwardDestination, RemoteStatus};
 use exec_server_transport::connect::check_url;
 use exec_server_transport::{ConnectOptions, Secret};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::args::{ForwardArgs, ServeArgs};
-use super::remote::{Setup, check, hide_api_key};
-use super::serve::Stop;
+use super::remote::{RemoteSetup, check, hide_api_key};
+use super::serve::StopSignals;
 use super::settings::Settings;
 use super::{log, runtime};
 
@@ -50,9 +50,9 @@ pub(super) fn run(args: ForwardArgs) -> anyhow::Result<ExitCode> {
                 None => None,
             };
             options.tls.ca_file = connect_tls_ca;
-            Destination::Url { url, options }
+            ForwardDestination::Url { url, options }
         }
-        None => Destination::Command {
+        None => ForwardDestination::Command {
             argv: command,
             environment: settings.environment(),
         },
@@ -68,13 +68,13 @@ pub(super) fn run(args: ForwardArgs) -> anyhow::Result<ExitCode> {
 async fn forward(
     settings: &Settings,
     args: &ServeArgs,
-    destination: Destination,
+    destination: ForwardDestination,
 ) -> anyhow::Result<()> {
-    let mut stop = Stop::new()?;
-    let setup = Setup::new(settings, &args.remote).await?;
-    let (status, attached) = watch::channel(Status::Connecting);
+    let mut stop = StopSignals::new()?;
+    let setup = RemoteSetup::new(settings, &args.remote).await?;
+    let (status, attached) = watch::channel(RemoteStatus::Connecting);
     let announce = setup.announce(attached);
-    let Setup { config, ending, .. } = setup;
+    let RemoteSetup { config, ending, .. } = setup;
     let stopped = CancellationToken::new();
     let forwarding = remote::forward(config, destination, status, stopped.clone());
     let stopping = async {

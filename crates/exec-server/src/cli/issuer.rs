@@ -26,12 +26,12 @@ const REFRESH_PERIOD: Duration = Duration::from_secs(300);
 
 /// Where keys come from.
 #[derive(Debug, Clone)]
-enum Keys {
+enum IssuerKeys {
     File(PathBuf),
     Url(String, TlsClientOptions),
 }
 
-impl KeySource for Keys {
+impl KeySource for IssuerKeys {
     fn fetch(&self) -> BoxFuture<'_, Result<Vec<u8>, String>> {
         Box::pin(async move {
             match self {
@@ -57,14 +57,14 @@ impl KeySource for Keys {
 }
 
 /// An OIDC issuer, and when its keys are to be checked again.
-pub(super) struct Issuer {
+pub(super) struct OidcIssuer {
     pub(super) oidc: Arc<Oidc>,
-    keys: Keys,
+    keys: IssuerKeys,
     stamp: Option<Stamp>,
     due: Instant,
 }
 
-impl Issuer {
+impl OidcIssuer {
     /// The issuer that was named, if one was; its keys are there if they come from a file.
     pub(super) async fn of(args: &RendezvousArgs) -> anyhow::Result<Option<Self>> {
         let (Some(issuer), Some(audience), Some(jwks)) = (
@@ -77,9 +77,9 @@ impl Issuer {
         let keys = if jwks.starts_with("https://") || jwks.starts_with("http://") {
             let mut tls = TlsClientOptions::default();
             tls.ca_file.clone_from(&args.oidc.oidc_ca);
-            Keys::Url(jwks.clone(), tls)
+            IssuerKeys::Url(jwks.clone(), tls)
         } else {
-            Keys::File(jwks.into())
+            IssuerKeys::File(jwks.into())
         };
         let mut config = OidcConfig::new(issuer, audience);
         config.tenant_claim.clone_from(&args.oidc.oidc_tenant_claim);
@@ -97,10 +97,10 @@ impl Issuer {
         match (issuer.oidc.refresh().await, &issuer.keys) {
             (Ok(count), _) => tracing::debug!(count, "loaded the issuer's keys"),
             // It may come up later; the file is here or it is not.
-            (Err(error), Keys::Url(..)) => {
+            (Err(error), IssuerKeys::Url(..)) => {
                 tracing::error!(%error, "cannot load the issuer's keys yet")
             }
-            (Err(error), Keys::File(_)) => anyhow::bail!("--oidc-jwks {jwks}: {error}"),
+            (Err(error), IssuerKeys::File(_)) => anyhow::bail!("--oidc-jwks {jwks}: {error}"),
         }
         Ok(Some(issuer))
     }
@@ -108,7 +108,7 @@ impl Issuer {
     /// Reloads the keys if they have changed, in a separate task.
     pub(super) fn upkeep(&mut self, forced: bool) {
         let now = stamp(&self.keys);
-        let url = matches!(self.keys, Keys::Url(..));
+        let url = matches!(self.keys, IssuerKeys::Url(..));
         if !forced && now == self.stamp && !(url && Instant::now() >= self.due) {
             return;
         }
@@ -128,7 +128,9 @@ impl Issuer {
 }
 
 /// Changes when a file of keys does.
-fn stamp(keys: &Keys) -> Option<Stamp> {
-    let Keys::File(path) = keys else { return None };
+fn stamp(keys: &IssuerKeys) -> Option<Stamp> {
+    let IssuerKeys::File(path) = keys else {
+        return None;
+    };
     Stamp::of(path).ok()
 }

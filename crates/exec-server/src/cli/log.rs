@@ -7,7 +7,7 @@ use tracing_subscriber::fmt::Subscriber;
 use super::settings::Settings;
 
 /// Changes what is logged.
-pub(super) struct Log(Box<dyn Fn(EnvFilter) -> anyhow::Result<()> + Send>);
+pub(super) struct LogControl(Box<dyn Fn(EnvFilter) -> anyhow::Result<()> + Send>);
 
 fn filter(settings: &Settings) -> anyhow::Result<EnvFilter> {
     parse(
@@ -23,17 +23,17 @@ fn parse(name: &str, text: &str) -> anyhow::Result<EnvFilter> {
 }
 
 /// Starts logging.
-pub(super) fn start(settings: &Settings) -> anyhow::Result<Log> {
+pub(super) fn start(settings: &Settings) -> anyhow::Result<LogControl> {
     let json = settings.text("log.format") == Some("json");
     begin(filter(settings)?, json)
 }
 
 /// As [`start`], with these settings.
-pub(super) fn start_with(filter: &str, json: bool) -> anyhow::Result<Log> {
+pub(super) fn start_with(filter: &str, json: bool) -> anyhow::Result<LogControl> {
     begin(parse("the log filter", filter)?, json)
 }
 
-fn begin(filter: EnvFilter, json: bool) -> anyhow::Result<Log> {
+fn begin(filter: EnvFilter, json: bool) -> anyhow::Result<LogControl> {
     let builder = Subscriber::builder()
         .with_env_filter(filter)
         .with_writer(std::io::stderr);
@@ -41,16 +41,20 @@ fn begin(filter: EnvFilter, json: bool) -> anyhow::Result<Log> {
         let builder = builder.json().with_filter_reloading();
         let handle = builder.reload_handle();
         builder.init();
-        Ok(Log(Box::new(move |filter| Ok(handle.reload(filter)?))))
+        Ok(LogControl(Box::new(move |filter| {
+            Ok(handle.reload(filter)?)
+        })))
     } else {
         let builder = builder.with_ansi(false).with_filter_reloading();
         let handle = builder.reload_handle();
         builder.init();
-        Ok(Log(Box::new(move |filter| Ok(handle.reload(filter)?))))
+        Ok(LogControl(Box::new(move |filter| {
+            Ok(handle.reload(filter)?)
+        })))
     }
 }
 
-impl Log {
+impl LogControl {
     /// Logs what the settings say from now on; the format stays.
     pub(super) fn reload(&self, settings: &Settings) -> anyhow::Result<()> {
         (self.0)(filter(settings)?)

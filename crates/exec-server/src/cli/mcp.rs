@@ -12,10 +12,11 @@ use exec_server_client::{
 };
 use exec_server_engine::host;
 use exec_server_executor::descendants_of;
-use exec_server_mcp::http::HttpServer;
+use exec_server_mcp::http::McpHttpServer;
 use exec_server_mcp::stdio::StdioServer;
 use exec_server_mcp::{
-    Environment, EnvironmentError, Environments, McpOptions, McpServer, proxy, serve_stdio,
+    McpOptions, McpServer, ToolEnvironment, ToolEnvironmentError, ToolEnvironments, proxy,
+    serve_stdio,
 };
 use exec_server_protocol::PathUri;
 use exec_server_protocol::environment::EnvironmentInfo;
@@ -28,7 +29,7 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::Subscriber;
 
 use super::args::{McpArgs, McpProxyArgs, SandboxArgs};
-use super::on::{self, Place};
+use super::on::{self, CommandLocation};
 use super::{runtime, sandbox, settings};
 
 /// What is logged if `EXEC_SERVER_LOG_FILTER` does not say.
@@ -42,7 +43,10 @@ pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
     for id in &args.with {
         places.push((id.clone(), on::named(id, &args.server)?));
     }
-    if places.iter().any(|(_, place)| matches!(place, Place::Here)) {
+    if places
+        .iter()
+        .any(|(_, place)| matches!(place, CommandLocation::Here))
+    {
         // Before any thread starts: it ends what a sudden death would leave behind.
         guardian::split(descendants_of).context("cannot start the guardian")?;
     }
@@ -50,7 +54,7 @@ pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
     let token = args.http_token_file.as_deref().map(token).transpose()?;
     let runtime = runtime()?;
     let served = runtime.block_on(async {
-        let environments = Places::new(places, args.cwd, args.sandbox);
+        let environments = LazyEnvironments::new(places, args.cwd, args.sandbox);
         // Connects to the first environment now, so that the client sees an error immediately.
         let first = environments.ids().into_iter().next().unwrap_or_default();
         environments.get(&first).await?;
@@ -80,7 +84,7 @@ async fn serve(
     let Some(address) = http else {
         return serve_stdio(server.clone()).await.context("the client");
     };
-    let listening = HttpServer::bind(server.clone(), address, token).await?;
+    let listening = McpHttpServer::bind(server.clone(), address, token).await?;
     super::print(format!("{}\n", listening.url()).as_bytes())?;
     listening.serve().await;
     Ok(())
@@ -100,13 +104,13 @@ async fn stop_signal() -> anyhow::Result<()> {
 }
 
 /// The place that `--on`, `--url` or the configuration means, and what to call it.
-fn named_place(args: &McpArgs) -> anyhow::Result<(String, Place)> {
+fn named_place(args: &McpArgs) -> anyhow::Result<(String, CommandLocation)> {
     let place = on::resolve(&args.server)?;
     let id = match (&args.server.on, &place) {
         (Some(id), _) => id.clone(),
-        (None, Place::Here) => exec_server_client::environment::LOCAL.to_owned(),
-        (None, Place::There(there)) if !there.name.contains("://") => there.name.clone(),
-        (None, Place::There(_)) => DEFAULT_ID.to_owned(),
+        (None, CommandLocation::Here) => exec_server_client::environment::LOCAL.to_owned(),
+        (None, CommandLocation::There(there)) if !there.name.contains("://") => there.name.clone(),
+        (None, CommandLocation::There(_)) => DEFAULT_ID.to_owned(),
     };
     Ok((id, place))
 }
@@ -136,14 +140,18 @@ fn token(path: &Path) -> anyhow::Result<Secret> {
 
 /// Environments that are connected to when they are first used, and again when they were lost.
 #[derive(Debug)]
-struct Places {
-    places: Vec<(String, Place, OnceCell<Arc<Environment>>)>,
+struct LazyEnvironments {
+    places: Vec<(String, CommandLocation, OnceCell<Arc<ToolEnvironment>>)>,
     cwd: Option<PathBuf>,
     sandbox: SandboxArgs,
 }
 
-impl Places {
-    fn new(places: Vec<(String, Place)>, cwd: Option<PathBuf>, sandbox: SandboxArgs) -> Self {
+impl LazyEnvironments {
+    fn new(
+        places: Vec<(String, CommandLocation)>,
+        cwd: Option<PathBuf>,
+        sandbox: SandboxArgs,
+    ) -> Self {
         let places = places
             .into_iter()
             .map(|(id, place)| (id, place, OnceCell::new()))
@@ -156,16 +164,19 @@ impl Places {
     }
 }
 
-impl Environments for Places {
+impl ToolEnvironments for LazyEnvironments {
     fn ids(&self) -> Vec<String> {
         self.places.iter().map(|(id, ..)| id.clone()).collect()
     }
 
-    fn get<'a>(&'a self, id: &'a str) -> BoxFuture<'a, Result<Arc<Environment>, EnvironmentError>> {
+    fn get<'a>(
+        &'a self,
+        id: &'a str,
+    ) -> BoxFuture<'a, Result<Arc<ToolEnvironment>, ToolEnvironmentError>> {
         Box::pin(async move {
             let found = self.places.iter().find(|(known, ..)| known == id);
             let Some((_, place, environment)) = found else {
-                return Err(EnvironmentError::Unknown {
+                return Err(ToolEnvironmentError::Unknown {
                     id: id.to_owned(),
                     known: self.ids().join(", "),
                 });
@@ -174,7 +185,7 @@ impl Environments for Places {
             let found = environment.get_or_try_init(|| first).await;
             found
                 .cloned()
-                .map_err(|error| EnvironmentError::Unreachable {
+                .map_err(|error| ToolEnvironmentError::Unreachable {
                     id: id.to_owned(),
                     message: format!("{error:#}"),
                 })
@@ -184,13 +195,13 @@ impl Environments for Places {
 
 /// An environment at a place.
 async fn connect(
-    place: &Place,
+    place: &CommandLocation,
     cwd: Option<&Path>,
     sandbox: &SandboxArgs,
-) -> anyhow::Result<Arc<Environment>> {
+) -> anyhow::Result<Arc<ToolEnvironment>> {
     let (cwd, backend, files, shell): (_, Arc<dyn ExecBackend>, Arc<dyn ExecutorFileSystem>, _) =
         match place {
-            Place::Here => {
+            CommandLocation::Here => {
                 let cwd = cwd_here(cwd)?;
                 let (_, shell) = host::shell(host::account().as_ref());
                 let shell = shell.display().to_string();
@@ -198,7 +209,7 @@ async fn connect(
                 let files = Arc::new(LocalFileSystem::on(executor.clone()));
                 (cwd, Arc::new(LocalBackend::new(executor)), files, shell)
             }
-            Place::There(there) => {
+            CommandLocation::There(there) => {
                 let handle = there.environment();
                 handle.ready().await?;
                 let info = handle.info().await.ok();
@@ -207,7 +218,7 @@ async fn connect(
                 (cwd, handle.exec(), handle.files(), shell)
             }
         };
-    Ok(Arc::new(Environment {
+    Ok(Arc::new(ToolEnvironment {
         backend,
         files,
         shell,
@@ -250,7 +261,7 @@ fn cwd_there(info: Option<&EnvironmentInfo>, cwd: Option<&Path>) -> anyhow::Resu
 
 pub(super) fn run_proxy(args: McpProxyArgs) -> anyhow::Result<ExitCode> {
     let place = on::resolve(&args.server)?;
-    if matches!(place, Place::Here) {
+    if matches!(place, CommandLocation::Here) {
         // Before any thread starts: it ends what a sudden death would leave behind.
         guardian::split(descendants_of).context("cannot start the guardian")?;
     }
@@ -262,13 +273,13 @@ pub(super) fn run_proxy(args: McpProxyArgs) -> anyhow::Result<ExitCode> {
     outcome
 }
 
-async fn carry(args: McpProxyArgs, place: &Place) -> anyhow::Result<ExitCode> {
+async fn carry(args: McpProxyArgs, place: &CommandLocation) -> anyhow::Result<ExitCode> {
     let (backend, cwd): (Arc<dyn ExecBackend>, PathBuf) = match place {
-        Place::Here => (
+        CommandLocation::Here => (
             Arc::new(LocalBackend::new(executor()?)),
             cwd_here(args.cwd.as_deref())?,
         ),
-        Place::There(there) => {
+        CommandLocation::There(there) => {
             let client = there.connect().await?;
             let info = client.environment_info().await.ok();
             let cwd = cwd_there(info, args.cwd.as_deref())?;

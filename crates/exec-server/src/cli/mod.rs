@@ -44,8 +44,8 @@ use clap::CommandFactory as _;
 use exec_server_client::ExecServerClient;
 use exec_server_sys::memory;
 
-use args::{Args, Command, ServerArgs};
-use on::{Place, There};
+use args::{CliArgs, CliCommand, ServerArgs};
+use on::{CommandLocation, RemoteMachine};
 
 /// Runs the program.
 pub fn main() -> ExitCode {
@@ -55,35 +55,35 @@ pub fn main() -> ExitCode {
     }
     // For clients as well as servers: both move large blocks.
     memory::return_large_allocations();
-    let command = match Command::parse() {
+    let command = match CliCommand::parse() {
         Ok(command) => command,
         Err(code) => return code,
     };
     let outcome = match command {
-        Command::Serve(args) => serve::run(*args, None),
-        Command::Run(args) => return run::run(args),
-        Command::Ps(args) => ps::run(&args),
-        Command::Kill(args) => kill::run(&args),
-        Command::Fs(args) => fs::run(&args),
-        Command::Cp(args) => fs::run_cp(&args),
-        Command::Env(command) => env::run(&command),
-        Command::Forward(args) => forward::run(*args),
+        CliCommand::Serve(args) => serve::run(*args, None),
+        CliCommand::Run(args) => return run::run(args),
+        CliCommand::Ps(args) => ps::run(&args),
+        CliCommand::Kill(args) => kill::run(&args),
+        CliCommand::Fs(args) => fs::run(&args),
+        CliCommand::Cp(args) => fs::run_cp(&args),
+        CliCommand::Env(command) => env::run(&command),
+        CliCommand::Forward(args) => forward::run(*args),
         #[cfg(feature = "mcp")]
-        Command::Mcp(args) => mcp::run(*args),
+        CliCommand::Mcp(args) => mcp::run(*args),
         #[cfg(feature = "mcp")]
-        Command::McpProxy(args) => mcp::run_proxy(*args),
-        Command::Rendezvous(args) => rendezvous::run(*args),
-        Command::Fleet(args) => fleet::run(&args),
-        Command::Token(command) => token::run(command),
-        Command::Config(command) => config::run(&command),
-        Command::Daemon(args) => daemon::run(args),
-        Command::Status(args) => status::run(&args),
-        Command::Man { out } => man(out.as_deref()),
-        Command::InstallAsCodex { directory, force } => codex::install(&directory, force),
-        Command::Doctor(args) => doctor::run(&args),
-        Command::Completions { shell } => {
+        CliCommand::McpProxy(args) => mcp::run_proxy(*args),
+        CliCommand::Rendezvous(args) => rendezvous::run(*args),
+        CliCommand::Fleet(args) => fleet::run(&args),
+        CliCommand::Token(command) => token::run(command),
+        CliCommand::Config(command) => config::run(&command),
+        CliCommand::Daemon(args) => daemon::run(args),
+        CliCommand::Status(args) => status::run(&args),
+        CliCommand::Man { out } => man(out.as_deref()),
+        CliCommand::InstallAsCodex { directory, force } => codex::install(&directory, force),
+        CliCommand::Doctor(args) => doctor::run(&args),
+        CliCommand::Completions { shell } => {
             let mut script = Vec::new();
-            clap_complete::generate(shell, &mut Args::command(), "exec-server", &mut script);
+            clap_complete::generate(shell, &mut CliArgs::command(), "exec-server", &mut script);
             print(&script).map(|()| ExitCode::SUCCESS)
         }
     };
@@ -101,11 +101,11 @@ fn man(out: Option<&Path>) -> anyhow::Result<ExitCode> {
     match out {
         None => {
             let mut page = Vec::new();
-            clap_mangen::Man::new(Args::command()).render(&mut page)?;
+            clap_mangen::Man::new(CliArgs::command()).render(&mut page)?;
             print(&page)?;
         }
         Some(directory) => {
-            clap_mangen::generate_to(Args::command(), directory)
+            clap_mangen::generate_to(CliArgs::command(), directory)
                 .with_context(|| format!("cannot write to {}", directory.display()))?;
         }
     }
@@ -137,10 +137,10 @@ async fn connect(server: &ServerArgs) -> anyhow::Result<ExecServerClient> {
 }
 
 /// The server that the options name.
-fn required(server: &ServerArgs) -> anyhow::Result<There> {
+fn required(server: &ServerArgs) -> anyhow::Result<RemoteMachine> {
     match on::resolve(server)? {
-        Place::There(there) => Ok(there),
-        Place::Here => {
+        CommandLocation::There(there) => Ok(there),
+        CommandLocation::Here => {
             bail!("no server given: pass --on ENV or --url URL, or set EXEC_SERVER_URL")
         }
     }

@@ -54,18 +54,18 @@ pub(super) fn of(args: &NetworkArgs) -> Option<NetworkProxy> {
 
 /// What is typed, while a question waits for it.
 #[derive(Debug, Default)]
-pub(super) struct Keys {
-    state: Mutex<Waiting>,
+pub(super) struct TypedKeys {
+    state: Mutex<WaitingQuestion>,
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
+struct WaitingQuestion {
     question: Option<oneshot::Sender<u8>>,
     /// Nothing more will be typed.
     ended: bool,
 }
 
-impl Keys {
+impl TypedKeys {
     /// Takes what was typed if a question waits for it; whether one did. Its first key is the answer.
     pub(super) fn take(&self, typed: &[u8]) -> bool {
         match (self.state.lock().question.take(), typed.first()) {
@@ -94,25 +94,25 @@ impl Keys {
 
 /// Asks on the terminal about hosts without a rule.
 #[derive(Debug)]
-pub(super) struct Asker {
+pub(super) struct TerminalDecider {
     /// Where the keys come from, if standard input is the terminal: then others read it too.
-    keys: Option<Arc<Keys>>,
+    keys: Option<Arc<TypedKeys>>,
     /// One question at a time.
-    turn: tokio::sync::Mutex<Memory>,
+    turn: tokio::sync::Mutex<RememberedAnswers>,
 }
 
 /// Earlier answers.
 #[derive(Debug, Default)]
-struct Memory {
+struct RememberedAnswers {
     /// Hosts that are fine from now on.
     always: HashSet<String>,
     /// The last question's host, its answer, and when it was given.
     last: Option<(String, bool, Instant)>,
 }
 
-impl Asker {
+impl TerminalDecider {
     /// Needs a terminal.
-    pub(super) fn new(keys: Arc<Keys>) -> anyhow::Result<Self> {
+    pub(super) fn new(keys: Arc<TypedKeys>) -> anyhow::Result<Self> {
         if File::options()
             .read(true)
             .write(true)
@@ -146,7 +146,7 @@ impl Asker {
     }
 }
 
-impl NetworkPolicyDecider for Asker {
+impl NetworkPolicyDecider for TerminalDecider {
     fn decide(&self, target: PolicyTarget) -> BoxFuture<'_, PolicyAnswer> {
         let since = Instant::now();
         Box::pin(async move {
@@ -232,7 +232,7 @@ mod tests {
 
     #[tokio::test]
     async fn keys_are_the_questions_while_one_waits() {
-        let keys = Keys::default();
+        let keys = TypedKeys::default();
         assert!(!keys.take(b"x"));
         let answer = keys.wait().unwrap();
         assert!(keys.take(b"yes\n"));

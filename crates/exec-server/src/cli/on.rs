@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail};
 #[cfg(feature = "mcp")]
 use exec_server_client::environment::Environment;
-use exec_server_client::environment::connect::{AddressError, Connect, StartedThere, from_url};
+use exec_server_client::environment::connect::{AddressError, Connect, SessionAndStart, from_url};
 use exec_server_client::environment::{
     ConfiguredEnvironments, EnvironmentList, LOCAL, URL_VARIABLE,
 };
@@ -28,16 +28,16 @@ use super::{access, registry, ssh};
 
 /// Where a command works.
 #[derive(Debug)]
-pub(super) enum Place {
+pub(super) enum CommandLocation {
     /// On this machine, without a server.
     Here,
     /// Wherever this leads.
-    There(There),
+    There(RemoteMachine),
 }
 
 /// Another machine, or a server on this one.
 #[derive(Debug)]
-pub(super) struct There {
+pub(super) struct RemoteMachine {
     /// The environment, or the URL.
     pub(super) name: String,
     connect: Arc<dyn Connect>,
@@ -50,7 +50,7 @@ pub(super) struct There {
 }
 
 /// A session, and how its paths are to be taken.
-pub(super) struct Reached {
+pub(super) struct ReachedSession {
     pub(super) client: ExecServerClient,
     /// Paths are those of this machine, and translated by this.
     pub(super) map: Option<PathMap>,
@@ -58,7 +58,7 @@ pub(super) struct Reached {
     pub(super) directory: Option<PathBuf>,
 }
 
-impl There {
+impl RemoteMachine {
     fn new(name: &str, connect: Arc<dyn Connect>, server: &ServerArgs) -> anyhow::Result<Self> {
         let behind_ssh = connect.ssh();
         let directory = behind_ssh.and_then(|target| target.ssh.url.path().map(Path::to_owned));
@@ -90,13 +90,13 @@ impl There {
     }
 
     /// Opens a session, and finds out how its paths are to be taken.
-    pub(super) async fn reach(&self) -> anyhow::Result<Reached> {
+    pub(super) async fn reach(&self) -> anyhow::Result<ReachedSession> {
         let client = self.connect().await?;
         let map = match &self.roots {
             Some((local, remote)) => Some(map(local, remote, &client).await?),
             None => None,
         };
-        Ok(Reached {
+        Ok(ReachedSession {
             client,
             map,
             directory: self.directory.clone(),
@@ -116,7 +116,7 @@ impl There {
     }
 
     /// Opens a session and starts a process in it, with as few round trips as there can be.
-    pub(super) async fn start(&self, params: StartParams) -> anyhow::Result<StartedThere> {
+    pub(super) async fn start(&self, params: StartParams) -> anyhow::Result<SessionAndStart> {
         self.named(self.connect.connect_and_start(params).await)
     }
 
@@ -167,7 +167,7 @@ pub(super) fn way(
 
 /// Finds out where to work: `--on` or `--url`, else `EXEC_SERVER_URL`, else the default of
 /// `environments.toml`, else here.
-pub(super) fn resolve(server: &ServerArgs) -> anyhow::Result<Place> {
+pub(super) fn resolve(server: &ServerArgs) -> anyhow::Result<CommandLocation> {
     if let Some(name) = &server.on {
         return named(name, server);
     }
@@ -196,7 +196,7 @@ pub(super) fn resolve(server: &ServerArgs) -> anyhow::Result<Place> {
 }
 
 /// What `--on` means: an environment, or a URL.
-pub(super) fn named(name: &str, server: &ServerArgs) -> anyhow::Result<Place> {
+pub(super) fn named(name: &str, server: &ServerArgs) -> anyhow::Result<CommandLocation> {
     if name.contains("://") {
         return at_url(name, server);
     }
@@ -212,28 +212,36 @@ fn is_about_url(error: &anyhow::Error) -> bool {
 }
 
 /// How to reach a URL, with what flags and variables say about it.
-fn at_url(url: &str, server: &ServerArgs) -> anyhow::Result<Place> {
+fn at_url(url: &str, server: &ServerArgs) -> anyhow::Result<CommandLocation> {
     if RegistryUrl::matches(url) {
         let target = registry::target(url, server)?;
-        let mut there = There::new(url, Arc::new(target), server)?;
+        let mut there = RemoteMachine::new(url, Arc::new(target), server)?;
         there.token = access::token_origin(server);
-        return Ok(Place::There(there));
+        return Ok(CommandLocation::There(there));
     }
     if url.starts_with(ssh::SCHEME) {
         let target = ssh::at_url(url, &server.ssh)?;
-        return Ok(Place::There(There::new(url, Arc::new(target), server)?));
+        return Ok(CommandLocation::There(RemoteMachine::new(
+            url,
+            Arc::new(target),
+            server,
+        )?));
     }
     let name = format!("exec-server {}", env!("CARGO_PKG_VERSION"));
     let mut args = RemoteExecServerConnectArgs::new("", name);
     access::introduce(server, &mut args)?;
     let connect = from_url(url, args)?;
-    let mut there = There::new(url, connect, server)?;
+    let mut there = RemoteMachine::new(url, connect, server)?;
     there.token = access::token_origin(server);
-    Ok(Place::There(there))
+    Ok(CommandLocation::There(there))
 }
 
 /// How to reach an environment; only its own settings count.
-fn in_environment(id: &str, list: &EnvironmentList, server: &ServerArgs) -> anyhow::Result<Place> {
+fn in_environment(
+    id: &str,
+    list: &EnvironmentList,
+    server: &ServerArgs,
+) -> anyhow::Result<CommandLocation> {
     // A token is for one server and must not be sent to another.
     if let Some(flag) = server.about_url() {
         bail!(
@@ -241,14 +249,14 @@ fn in_environment(id: &str, list: &EnvironmentList, server: &ServerArgs) -> anyh
         );
     }
     if id == LOCAL {
-        return Ok(Place::Here);
+        return Ok(CommandLocation::Here);
     }
     match list.entry(id) {
         Some(entry) => {
             let connect = way(&entry.connect, Some(server))?;
-            let mut there = There::new(id, connect, server)?;
+            let mut there = RemoteMachine::new(id, connect, server)?;
             there.token = Some("its token".to_owned());
-            Ok(Place::There(there))
+            Ok(CommandLocation::There(there))
         }
         None => bail!(
             "there is no environment `{id}`; there are: {}. For a machine with an sshd: --on ssh://{id}",

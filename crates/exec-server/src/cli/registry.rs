@@ -3,8 +3,8 @@
 use anyhow::Context as _;
 use exec_server_client::environment::connect::Connect;
 use exec_server_client::registry::{
-    KnownEnvironments, Proxies, RegistryAuth, RegistryConnectArgs, RegistryConnectError,
-    RegistryTarget, RegistryUrl, Trust,
+    KeyTrust, KnownEnvironments, Proxies, RegistryAuth, RegistryConnectArgs, RegistryConnectError,
+    RegistryTarget, RegistryUrl,
 };
 use exec_server_client::{ExecServerClient, RemoteExecServerConnectArgs, Reply};
 use exec_server_transport::identity;
@@ -16,24 +16,24 @@ use super::settings::{STATE_VARIABLE, state_directory, variable};
 
 /// A registry environment that prints the key it trusts at first use.
 #[derive(Debug)]
-pub(super) struct Target {
+pub(super) struct AnnouncedTarget {
     inner: RegistryTarget,
     url: RegistryUrl,
     known: KnownEnvironments,
 }
 
 /// Connection parameters of a registry URL, with the credentials of the arguments.
-pub(super) fn target(url: &str, server: &ServerArgs) -> anyhow::Result<Target> {
+pub(super) fn target(url: &str, server: &ServerArgs) -> anyhow::Result<AnnouncedTarget> {
     let url: RegistryUrl = url.parse()?;
     let known = known()?;
-    Ok(Target {
+    Ok(AnnouncedTarget {
         inner: RegistryTarget::new(args(&url, server, &known)?)?,
         url,
         known,
     })
 }
 
-impl Connect for Target {
+impl Connect for AnnouncedTarget {
     fn connect(&self) -> Reply<'_, ExecServerClient> {
         Box::pin(async {
             let lookup = || {
@@ -77,7 +77,7 @@ pub(super) fn args(
     // The scheme `registry+http:` is the permission.
     args.registry.danger_plain_http = true;
     args.identity = identity::load_or_create(&state()?.join("harness.identity"))?;
-    args.trust = Trust::FirstUse(known.clone());
+    args.trust = KeyTrust::FirstUse(known.clone());
     Ok(args)
 }
 

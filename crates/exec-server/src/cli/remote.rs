@@ -13,8 +13,8 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail};
 use exec_server_client::BoxFuture;
-use exec_server_service::Server;
-use exec_server_service::remote::{self, RemoteEnvironmentConfig, Status};
+use exec_server_service::ExecServer;
+use exec_server_service::remote::{self, RemoteEnvironmentConfig, RemoteStatus};
 use exec_server_transport::registry::auth::{MAX_LINE_BYTES, RegistryAuth, ScopedCredential};
 use exec_server_transport::registry::{AgentIdentity, Proxies, RegistryOptions, RegistryUrl};
 use exec_server_transport::{Secret, identity};
@@ -24,7 +24,7 @@ use tokio::sync::watch;
 use zeroize::Zeroizing;
 
 use super::args::RemoteArgs;
-use super::serve::Stop;
+use super::serve::StopSignals;
 use super::settings::{
     ACCESS_TOKEN_VARIABLE, AGENT_AUTH_API_VARIABLE, API_KEY_VARIABLE, CODEX_API_KEY_VARIABLE,
     KEY_DESCRIPTOR_VARIABLE, STATE_VARIABLE, Settings, variable,
@@ -151,16 +151,16 @@ fn handed_over() -> anyhow::Result<Vec<(String, Secret)>> {
 }
 
 /// Something that ends the program when it does.
-type Ending = BoxFuture<'static, anyhow::Result<()>>;
+type EndFuture = BoxFuture<'static, anyhow::Result<()>>;
 
 /// What an environment needs to be served or forwarded, and what ends it.
-pub(super) struct Setup {
+pub(super) struct RemoteSetup {
     pub(super) config: RemoteEnvironmentConfig,
-    pub(super) ending: Ending,
+    pub(super) ending: EndFuture,
     url: RegistryUrl,
 }
 
-impl Setup {
+impl RemoteSetup {
     /// Reads keys and credentials; waits for the first ones if they come by standard input.
     pub(super) async fn new(settings: &Settings, args: &RemoteArgs) -> anyhow::Result<Self> {
         let registry_url = settings
@@ -197,13 +197,15 @@ impl Setup {
     /// Prints the environment's URL once it is attached. Never returns `Ok`.
     pub(super) fn announce(
         &self,
-        mut status: watch::Receiver<Status>,
+        mut status: watch::Receiver<RemoteStatus>,
     ) -> impl Future<Output = anyhow::Result<()>> + use<> {
         let url = self.url.to_string();
         let key = self.config.identity.public_key().fingerprint();
         async move {
             // The sender lives as long as we are asked.
-            let _ = status.wait_for(|status| *status == Status::Attached).await;
+            let _ = status
+                .wait_for(|status| *status == RemoteStatus::Attached)
+                .await;
             eprintln!("key: {key}");
             super::print(format!("{url}\n").as_bytes())?;
             systemd::notify("READY=1");
@@ -216,7 +218,7 @@ async fn auth(
     settings: &Settings,
     args: &RemoteArgs,
     environment_id: &str,
-) -> anyhow::Result<(RegistryAuth, Ending)> {
+) -> anyhow::Result<(RegistryAuth, EndFuture)> {
     let mut handed_over = handed_over()?;
     let mut take = |name: &str| {
         let at = handed_over.iter().position(|(given, _)| given == name)?;
@@ -229,7 +231,7 @@ async fn auth(
     if args.registration_bearer_stdin {
         let mut input = BufReader::new(tokio::io::stdin());
         let bearer = bearer_from_stdin(&mut input).await?;
-        let ending: Ending = match args.exit_on_stdin_close {
+        let ending: EndFuture = match args.exit_on_stdin_close {
             true => Box::pin(async move {
                 tokio::io::copy(&mut input, &mut tokio::io::sink()).await?;
                 Ok(())
@@ -238,7 +240,7 @@ async fn auth(
         };
         return Ok((RegistryAuth::bearer(bearer), ending));
     }
-    let ending: Ending = match args.exit_on_stdin_close {
+    let ending: EndFuture = match args.exit_on_stdin_close {
         true => Box::pin(async {
             let mut rest = tokio::io::stdin();
             tokio::io::copy(&mut rest, &mut tokio::io::sink()).await?;
@@ -336,15 +338,15 @@ async fn next_line(
 
 /// Serves the environment until SIGTERM, SIGINT or the end of its credentials.
 pub(super) async fn serve(
-    server: &Server,
+    server: &ExecServer,
     settings: &Settings,
     args: &RemoteArgs,
-    stop: Stop,
+    stop: StopSignals,
 ) -> anyhow::Result<()> {
-    let setup = Setup::new(settings, args).await?;
-    let (status, attached) = watch::channel(Status::Connecting);
+    let setup = RemoteSetup::new(settings, args).await?;
+    let (status, attached) = watch::channel(RemoteStatus::Connecting);
     let announce = setup.announce(attached);
-    let Setup { config, ending, .. } = setup;
+    let RemoteSetup { config, ending, .. } = setup;
     let mut serving = pin!(remote::serve(server, config, status));
     let stopping = async {
         tokio::select! {

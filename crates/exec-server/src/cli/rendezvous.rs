@@ -11,16 +11,17 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use exec_server_protocol::text::{hex, shell_quoted};
-use exec_server_rendezvous::mailbox::Backlog;
+use exec_server_rendezvous::mailbox::MailboxBacklog;
 use exec_server_rendezvous::router::Router;
-use exec_server_rendezvous::signature::Signer;
+use exec_server_rendezvous::signature::UrlSigner;
 use exec_server_rendezvous::store::Store;
 use exec_server_rendezvous::tenants::{self, Quotas};
 use exec_server_rendezvous::tokens::is_name;
 #[cfg(feature = "nats")]
 use exec_server_rendezvous::{Cluster, ClusterOptions, NatsRouter, NatsStore};
 use exec_server_rendezvous::{
-    Config, Embedded, Local, Parts, Rendezvous, Role, RouterLimits, Tokens, is_environment_id,
+    EmbeddedStore, LocalRouter, RendezvousConfig, RendezvousParts, RendezvousServer, RouterLimits,
+    TokenRole, Tokens, is_environment_id,
 };
 use exec_server_sys::own;
 use exec_server_transport::Secret;
@@ -33,7 +34,7 @@ use tokio::net::{TcpListener, TcpSocket};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::args::{RendezvousArgs, RendezvousCommand, TokenAddArgs};
-use super::issuer::Issuer;
+use super::issuer::OidcIssuer;
 use super::settings::state_directory;
 use super::{access, log, print, serve, systemd, token};
 
@@ -49,7 +50,7 @@ pub(super) fn run(args: RendezvousArgs) -> anyhow::Result<ExitCode> {
         Some(RendezvousCommand::TokenAdd(add)) => return add_token(&args, add),
         None => {}
     }
-    let place = Place::resolve(&args)?;
+    let place = RendezvousPaths::resolve(&args)?;
     log::start_with(
         args.log.as_deref().unwrap_or("warn"),
         args.log_format.as_deref() == Some("json"),
@@ -65,13 +66,13 @@ pub(super) fn run(args: RendezvousArgs) -> anyhow::Result<ExitCode> {
 
 /// Where to listen, and whether TLS is spoken there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Listen {
+struct ListenAddress {
     address: SocketAddr,
     secure: bool,
 }
 
 /// `IP:PORT`, `http://IP:PORT` or `https://IP:PORT`.
-fn parse_listen(text: &str, secure: bool) -> anyhow::Result<Listen> {
+fn parse_listen(text: &str, secure: bool) -> anyhow::Result<ListenAddress> {
     let (scheme, address) = text.split_once("://").unwrap_or(("", text));
     let secure = match scheme {
         "" => secure,
@@ -83,17 +84,17 @@ fn parse_listen(text: &str, secure: bool) -> anyhow::Result<Listen> {
     let address = address.parse().with_context(|| {
         format!("`{text}`: expected an IP address and a port, as in 127.0.0.1:4700")
     })?;
-    Ok(Listen { address, secure })
+    Ok(ListenAddress { address, secure })
 }
 
 /// Where things are.
-struct Place {
+struct RendezvousPaths {
     state: PathBuf,
     tokens: PathBuf,
-    listen: Listen,
+    listen: ListenAddress,
 }
 
-impl Place {
+impl RendezvousPaths {
     fn resolve(args: &RendezvousArgs) -> anyhow::Result<Self> {
         let with_tls = args.tls.tls_cert.is_some() || args.tls.tls_self_signed;
         let listen = parse_listen(&args.listen, with_tls)?;
@@ -143,12 +144,12 @@ impl Place {
         Secret::read(&path).with_context(|| format!("cannot read the secret in {}", path.display()))
     }
 
-    fn signer(&self) -> anyhow::Result<Signer> {
-        Signer::new(self.secret()?).with_context(|| {
+    fn signer(&self) -> anyhow::Result<UrlSigner> {
+        UrlSigner::new(self.secret()?).with_context(|| {
             format!(
                 "the secret in {} must be at least {} bytes",
                 self.secret_file().display(),
-                Signer::MIN_SECRET_BYTES
+                UrlSigner::MIN_SECRET_BYTES
             )
         })
     }
@@ -161,7 +162,7 @@ impl Place {
         let mut text =
             "# NAME ROLES TOKEN [ENVIRONMENTS] [tenant=TENANT]; see `exec-server rendezvous --help`\n"
                 .to_owned();
-        for role in Role::ALL {
+        for role in TokenRole::ALL {
             let token = token::random()?;
             let file = self.state.join(format!("{role}.token"));
             match fs::remove_file(&file) {
@@ -173,7 +174,7 @@ impl Place {
             access::write_new(&file, &format!("{}\n", token.expose()), 0o600)?;
             // The admin token of the first start is for all tenants.
             let tenant = match role {
-                Role::Admin => tenants::ALL,
+                TokenRole::Admin => tenants::ALL,
                 _ => tenants::DEFAULT,
             };
             text.push_str(&line(role.name(), &[role], &token, &[], tenant));
@@ -225,7 +226,7 @@ fn default_state() -> anyhow::Result<PathBuf> {
 /// A line of the file of tokens.
 fn line(
     name: &str,
-    roles: &[Role],
+    roles: &[TokenRole],
     token: &Secret,
     environments: &[String],
     tenant: &str,
@@ -246,7 +247,7 @@ fn line(
 }
 
 fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCode> {
-    let place = Place::resolve(args)?;
+    let place = RendezvousPaths::resolve(args)?;
     if !is_name(&add.name) {
         bail!(
             "`{}`: a name is 1 to 64 letters, digits, `-`, `_` and `.`",
@@ -272,7 +273,7 @@ fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCo
     if !text.is_empty() && !text.ends_with('\n') {
         text.push('\n');
     }
-    let roles: Vec<Role> = add.role.iter().map(|role| role.role()).collect();
+    let roles: Vec<TokenRole> = add.role.iter().map(|role| role.role()).collect();
     text.push_str(&line(
         &add.name,
         &roles,
@@ -308,7 +309,7 @@ fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCo
     Ok(ExitCode::SUCCESS)
 }
 
-async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
+async fn meet(args: RendezvousArgs, place: RendezvousPaths) -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hangup = signal(SignalKind::hangup())?;
@@ -319,7 +320,7 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
     let quota_file = || Stamp::of(args.quotas.as_deref()?).ok();
     let mut quota_stamp = quota_file();
     let tenant_quotas = quotas(&args)?;
-    let mut issuer = Issuer::of(&args).await?;
+    let mut issuer = OidcIssuer::of(&args).await?;
     let tls = tls(&args, place.listen)?;
     let audit = match &args.audit_file {
         Some(path) => Some(
@@ -337,7 +338,7 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
         ),
         None => None,
     };
-    let mut config = Config::default();
+    let mut config = RendezvousConfig::default();
     config.public_url.clone_from(&args.public_url);
     config.executor_lifetime = args.executor_url_lifetime;
     config.harness_lifetime = args.harness_url_lifetime;
@@ -349,15 +350,15 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
     config.oidc = issuer.as_ref().map(|issuer| Arc::clone(&issuer.oidc));
     let mut limits = RouterLimits::default();
     limits.harness_sockets = args.max_harness_sockets;
-    let backlog = Arc::new(Backlog::default());
-    let site = Site::new(&args, &place, &listener, limits, Arc::clone(&backlog)).await?;
+    let backlog = Arc::new(MailboxBacklog::default());
+    let site = StoreAndRouter::new(&args, &place, &listener, limits, Arc::clone(&backlog)).await?;
     let router = Arc::clone(&site.router);
     if let Some(own) = router.nodes().await.into_iter().next() {
         config.node = own.name;
     }
-    let rendezvous = Rendezvous::new(
+    let rendezvous = RendezvousServer::new(
         config,
-        Parts {
+        RendezvousParts {
             store: Arc::clone(&site.store),
             router: Arc::clone(&router),
             backlog,
@@ -440,38 +441,39 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
 }
 
 /// Store and router of a rendezvous server: by itself, or as one of a cluster.
-struct Site {
+struct StoreAndRouter {
     store: Arc<dyn Store>,
     router: Arc<dyn Router>,
-    signer: Signer,
+    signer: UrlSigner,
     #[cfg(feature = "nats")]
     cluster: Option<Cluster>,
 }
 
-impl Site {
+impl StoreAndRouter {
     #[cfg_attr(
         not(feature = "nats"),
         expect(clippy::unused_async, reason = "joining others takes time")
     )]
     async fn new(
         args: &RendezvousArgs,
-        place: &Place,
+        place: &RendezvousPaths,
         listener: &TcpListener,
         limits: RouterLimits,
-        backlog: Arc<Backlog>,
+        backlog: Arc<MailboxBacklog>,
     ) -> anyhow::Result<Self> {
         #[cfg(feature = "nats")]
         if !args.nats.nats.is_empty() {
             return Self::of_many(args, place, listener, limits, backlog).await;
         }
         let _ = (args, listener);
-        let store = Embedded::open(&place.state.join("rendezvous.redb")).with_context(|| {
-            let state = place.state.display();
-            format!("cannot use {state}; is another rendezvous server using it?")
-        })?;
+        let store =
+            EmbeddedStore::open(&place.state.join("rendezvous.redb")).with_context(|| {
+                let state = place.state.display();
+                format!("cannot use {state}; is another rendezvous server using it?")
+            })?;
         Ok(Self {
             store: Arc::new(store),
-            router: Arc::new(Local::new(limits, backlog)),
+            router: Arc::new(LocalRouter::new(limits, backlog)),
             signer: place.signer()?,
             #[cfg(feature = "nats")]
             cluster: None,
@@ -481,10 +483,10 @@ impl Site {
     #[cfg(feature = "nats")]
     async fn of_many(
         args: &RendezvousArgs,
-        place: &Place,
+        place: &RendezvousPaths,
         listener: &TcpListener,
         limits: RouterLimits,
-        backlog: Arc<Backlog>,
+        backlog: Arc<MailboxBacklog>,
     ) -> anyhow::Result<Self> {
         let nats = &args.nats;
         let name = match &nats.node_name {
@@ -502,10 +504,10 @@ impl Site {
         let own = (!address.ip().is_unspecified()).then(|| format!("{scheme}://{address}"));
         let given = nats.node_url.clone().or_else(|| args.public_url.clone());
         options.url = given.or(own);
-        let local = Local::named(name, limits, backlog);
+        let local = LocalRouter::named(name, limits, backlog);
         let cluster = Cluster::join(options, local).await?;
         let secret = cluster.share_secret(place.secret()?.expose()).await?;
-        let signer = Signer::new(secret.into());
+        let signer = UrlSigner::new(secret.into());
         Ok(Self {
             store: Arc::new(NatsStore::new(cluster.clone())),
             router: Arc::new(NatsRouter::new(cluster.clone())),
@@ -519,7 +521,7 @@ impl Site {
         not(feature = "nats"),
         expect(clippy::unused_async, reason = "there are no other nodes")
     )]
-    async fn hand_over(&self, args: &RendezvousArgs, rendezvous: &Rendezvous) {
+    async fn hand_over(&self, args: &RendezvousArgs, rendezvous: &RendezvousServer) {
         #[cfg(feature = "nats")]
         if let Some(cluster) = &self.cluster
             && self.router.nodes().await.len() > 1
@@ -567,7 +569,7 @@ fn log_reload<E: std::fmt::Display>(what: &str, outcome: Result<bool, E>) {
     }
 }
 
-fn tls(args: &RendezvousArgs, listen: Listen) -> anyhow::Result<Option<Arc<TlsServer>>> {
+fn tls(args: &RendezvousArgs, listen: ListenAddress) -> anyhow::Result<Option<Arc<TlsServer>>> {
     if !listen.secure {
         return Ok(None);
     }
@@ -596,7 +598,7 @@ fn listen(address: SocketAddr) -> anyhow::Result<TcpListener> {
 /// Prints the URL on standard output, and the commands to type next on standard error.
 fn announce(
     args: &RendezvousArgs,
-    place: &Place,
+    place: &RendezvousPaths,
     listener: &TcpListener,
     metrics: Option<&TcpListener>,
     tls: Option<&TlsServer>,
@@ -624,7 +626,7 @@ fn announce(
         _ => String::new(),
     };
     let their_pin = pin.replace("--remote-tls-pin", "--tls-pin");
-    let token = |role: Role| {
+    let token = |role: TokenRole| {
         let file = place.state.join(format!("{role}.token"));
         quoted(if file.exists() {
             &file
@@ -632,7 +634,7 @@ fn announce(
             Path::new("TOKEN-FILE")
         })
     };
-    let (executor, harness) = (token(Role::Executor), token(Role::Harness));
+    let (executor, harness) = (token(TokenRole::Executor), token(TokenRole::Harness));
     eprintln!(
         "\nOn the machine to be used:
   exec-server --remote {reach} --environment-id my-machine --remote-token-file {executor}{pin}
@@ -680,19 +682,19 @@ mod tests {
     fn lines_of_tokens_are_read_as_they_are_written() {
         let token = Secret::from("t");
         let patterns = ["a-*".to_owned(), "b".to_owned()];
-        let roles = [Role::Executor, Role::Harness];
+        let roles = [TokenRole::Executor, TokenRole::Harness];
         let tokens: Tokens = line("x", &roles, &token, &patterns, "default")
             .parse()
             .unwrap();
-        assert!(tokens.still_allows("x", Role::Executor, "a-1"));
-        assert!(tokens.still_allows("x", Role::Harness, "b"));
-        assert!(!tokens.still_allows("x", Role::Admin, "b"));
-        assert!(!tokens.still_allows("x", Role::Harness, "c"));
+        assert!(tokens.still_allows("x", TokenRole::Executor, "a-1"));
+        assert!(tokens.still_allows("x", TokenRole::Harness, "b"));
+        assert!(!tokens.still_allows("x", TokenRole::Admin, "b"));
+        assert!(!tokens.still_allows("x", TokenRole::Harness, "c"));
         let tokens: Tokens = line("x", &roles, &token, &patterns, "acme")
             .parse()
             .unwrap();
-        assert!(tokens.still_allows("x", Role::Harness, "acme/b"));
-        assert!(!tokens.still_allows("x", Role::Harness, "b"));
+        assert!(tokens.still_allows("x", TokenRole::Harness, "acme/b"));
+        assert!(!tokens.still_allows("x", TokenRole::Harness, "b"));
     }
 
     #[test]

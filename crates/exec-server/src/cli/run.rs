@@ -16,7 +16,8 @@ use exec_server_client::{
 };
 use exec_server_protocol::environment::Status;
 use exec_server_protocol::process::{
-    EnvPolicy, Inherit, SignalName, SignalScope, StartParams, Stream, TerminateMode, WriteStatus,
+    EnvPolicy, Inherit, OutputStream, SignalName, SignalScope, StartParams, TerminateMode,
+    WriteStatus,
 };
 use exec_server_protocol::{NoParams, PathUri};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
@@ -25,7 +26,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::args::RunArgs;
 use super::error::{self, notice};
-use super::network::{Asker, Keys};
+use super::network::{TerminalDecider, TypedKeys};
 use super::table::visible;
 use super::{network, on, runtime, sandbox, settings, terminal};
 
@@ -50,7 +51,7 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     let outcome = runtime.block_on(execute(args));
     match outcome {
         // There is nothing left to be done, and taking everything apart takes its time.
-        Ok(Ended { left: true, .. }) => std::mem::forget(runtime),
+        Ok(CommandEnd { left: true, .. }) => std::mem::forget(runtime),
         // A thread may still wait for a key; it must not keep us.
         _ => runtime.shutdown_background(),
     }
@@ -70,7 +71,7 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
 }
 
 /// What became of a command.
-struct Ended {
+struct CommandEnd {
     code: u8,
     /// Its session was left: nothing of it, or of the connection, is ours any more.
     left: bool,
@@ -113,7 +114,7 @@ fn shell_advice(command: &[String]) -> Option<String> {
 }
 
 /// Where the command runs.
-enum Place {
+enum RunLocation {
     Here(LocalBackend),
     There {
         client: ExecServerClient,
@@ -125,7 +126,7 @@ enum Place {
     },
 }
 
-impl Place {
+impl RunLocation {
     fn backend(&self) -> &dyn ExecBackend {
         match self {
             Self::Here(backend) => backend,
@@ -134,15 +135,15 @@ impl Place {
     }
 
     /// At the target of the options, or else on this machine.
-    async fn new(place: on::Place) -> anyhow::Result<Self> {
-        let on::Place::There(there) = place else {
+    async fn new(place: on::CommandLocation) -> anyhow::Result<Self> {
+        let on::CommandLocation::There(there) = place else {
             let config = ExecutorConfig {
                 environment: settings::environment(),
                 ..ExecutorConfig::default()
             };
             return Ok(Self::Here(LocalBackend::new(Executor::new(config)?)));
         };
-        let on::Reached {
+        let on::ReachedSession {
             client,
             map,
             directory,
@@ -161,36 +162,40 @@ impl Place {
     }
 }
 
-async fn execute(args: RunArgs) -> anyhow::Result<Ended> {
+async fn execute(args: RunArgs) -> anyhow::Result<CommandEnd> {
     let tty = args.tty || (!args.no_tty && terminal::is_interactive());
-    let keys = Arc::new(Keys::default());
-    let Begun {
+    let keys = Arc::new(TypedKeys::default());
+    let StartedCommand {
         place,
         process,
         feeds,
         mut signals,
     } = match begin(&args, tty, &keys).await? {
         Ok(begun) => begun,
-        Err(code) => return Ok(Ended { code, left: false }),
+        Err(code) => return Ok(CommandEnd { code, left: false }),
     };
     let states = match &place {
-        Place::There { client, .. } => Some(AbortOnDropHandle::new(tokio::spawn(print_states(
-            client.states(),
-        )))),
-        Place::Here(_) => None,
+        RunLocation::There { client, .. } => Some(AbortOnDropHandle::new(tokio::spawn(
+            print_states(client.states()),
+        ))),
+        RunLocation::Here(_) => None,
     };
-    let raw = if tty { terminal::Raw::enter()? } else { None };
+    let raw = if tty {
+        terminal::RawMode::enter()?
+    } else {
+        None
+    };
     let outcome = attend(process, &mut signals, (tty, feeds), keys).await;
     drop(raw);
     // A connection that is lost after the command has ended concerns the command no longer.
     drop(states);
     let mut left = false;
-    if let Place::There { client, .. } = &place
+    if let RunLocation::There { client, .. } = &place
         && matches!(outcome, Ok(129..))
         && let Some(reason) = server_stop(client).await
     {
         notice(&format!("{reason}, which ended the command"));
-    } else if let Place::There { client, .. } = &place
+    } else if let RunLocation::There { client, .. } = &place
         && client.supports("session/end").await.unwrap_or(false)
     {
         // Processes that the command left running end here, as with a terminal.
@@ -200,7 +205,7 @@ async fn execute(args: RunArgs) -> anyhow::Result<Ended> {
         std::mem::forget(place);
     }
     let code = outcome?;
-    Ok(Ended { code, left })
+    Ok(CommandEnd { code, left })
 }
 
 /// Why a command may have been ended by its server; `None` if it runs as usual.
@@ -222,30 +227,34 @@ async fn server_stop(client: &ExecServerClient) -> Option<&'static str> {
 }
 
 /// A command that was started.
-struct Begun {
-    place: Place,
+struct StartedCommand {
+    place: RunLocation,
     process: Arc<dyn ExecProcess>,
     /// Our input is to be passed on.
     feeds: bool,
-    signals: Signals,
+    signals: CommandSignals,
 }
 
 /// Starts the command; the exit code if a signal stopped this program before.
-async fn begin(args: &RunArgs, tty: bool, keys: &Arc<Keys>) -> anyhow::Result<Result<Begun, u8>> {
+async fn begin(
+    args: &RunArgs,
+    tty: bool,
+    keys: &Arc<TypedKeys>,
+) -> anyhow::Result<Result<StartedCommand, u8>> {
     let resolved = on::resolve(&args.server)?;
-    if let on::Place::There(there) = &resolved
+    if let on::CommandLocation::There(there) = &resolved
         && !args.network.net_ask
         && let Some((cwd, said)) = there.known_directory(args.cwd.as_deref())
     {
         return begin_at_once(args, there, &cwd, said, tty).await;
     }
-    let place = Place::new(resolved).await?;
+    let place = RunLocation::new(resolved).await?;
     let params = params(args, &cwd(args, &place).await?, tty)?;
     let feeds = params.pipe_stdin;
     // Before the start, so that none is missed; they are for the command from now on.
-    let signals = Signals::new()?;
+    let signals = CommandSignals::new()?;
     let started = if args.network.net_ask {
-        let asker = Arc::new(Asker::new(Arc::clone(keys))?);
+        let asker = Arc::new(TerminalDecider::new(Arc::clone(keys))?);
         let backend = place.backend();
         backend
             .start_with_network_policy_decider(params, asker)
@@ -253,7 +262,7 @@ async fn begin(args: &RunArgs, tty: bool, keys: &Arc<Keys>) -> anyhow::Result<Re
     } else {
         place.backend().start(params).await?
     };
-    Ok(Ok(Begun {
+    Ok(Ok(StartedCommand {
         place,
         process: started.process,
         feeds,
@@ -265,14 +274,14 @@ async fn begin(args: &RunArgs, tty: bool, keys: &Arc<Keys>) -> anyhow::Result<Re
 /// where the command is to run, that is only expected.
 async fn begin_at_once(
     args: &RunArgs,
-    there: &on::There,
+    there: &on::RemoteMachine,
     cwd: &Path,
     said: bool,
     tty: bool,
-) -> anyhow::Result<Result<Begun, u8>> {
+) -> anyhow::Result<Result<StartedCommand, u8>> {
     let mut params = params(args, cwd, tty)?;
     let (feeds, expected) = (params.pipe_stdin, params.cwd.clone());
-    let mut signals = Signals::new()?;
+    let mut signals = CommandSignals::new()?;
     let (client, mut started) = tokio::select! {
         begun = there.start(params.clone()) => begun?,
         code = signals.end() => return Ok(Err(code)),
@@ -291,13 +300,13 @@ async fn begin_at_once(
         }
     }
     let process = started?.process;
-    let place = Place::There {
+    let place = RunLocation::There {
         backend: Arc::new(client.clone()),
         client,
         mapped: false,
         directory: None,
     };
-    Ok(Ok(Begun {
+    Ok(Ok(StartedCommand {
         place,
         process,
         feeds,
@@ -319,24 +328,24 @@ async fn print_states(mut states: ConnectionStates) {
 }
 
 /// Where the command is to run.
-async fn cwd(args: &RunArgs, place: &Place) -> anyhow::Result<PathBuf> {
+async fn cwd(args: &RunArgs, place: &RunLocation) -> anyhow::Result<PathBuf> {
     Ok(match (&args.cwd, place) {
-        (Some(cwd), Place::Here(_) | Place::There { mapped: true, .. }) => {
+        (Some(cwd), RunLocation::Here(_) | RunLocation::There { mapped: true, .. }) => {
             std::path::absolute(cwd)?
         }
-        (Some(cwd), Place::There { .. }) if cwd.is_absolute() => cwd.clone(),
-        (Some(cwd), Place::There { .. }) => {
+        (Some(cwd), RunLocation::There { .. }) if cwd.is_absolute() => cwd.clone(),
+        (Some(cwd), RunLocation::There { .. }) => {
             bail!(
                 "--cwd must be an absolute path on the server, not `{}`",
                 cwd.display()
             )
         }
-        (None, Place::Here(_) | Place::There { mapped: true, .. }) => {
+        (None, RunLocation::Here(_) | RunLocation::There { mapped: true, .. }) => {
             std::env::current_dir().context("no working directory")?
         }
         (
             None,
-            Place::There {
+            RunLocation::There {
                 client, directory, ..
             },
         ) => match directory {
@@ -391,7 +400,7 @@ fn params(args: &RunArgs, cwd: &Path, tty: bool) -> anyhow::Result<StartParams> 
 }
 
 /// The signals that concern the command rather than us.
-struct Signals {
+struct CommandSignals {
     interrupt: Signal,
     quit: Signal,
     terminate: Signal,
@@ -399,7 +408,7 @@ struct Signals {
     resize: Signal,
 }
 
-impl Signals {
+impl CommandSignals {
     fn new() -> std::io::Result<Self> {
         Ok(Self {
             interrupt: signal(SignalKind::interrupt())?,
@@ -425,12 +434,12 @@ impl Signals {
 /// Carries input, output and signals until the command has ended; its exit code.
 async fn attend(
     process: Arc<dyn ExecProcess>,
-    signals: &mut Signals,
+    signals: &mut CommandSignals,
     (tty, feeds): (bool, bool),
-    keys: Arc<Keys>,
+    keys: Arc<TypedKeys>,
 ) -> anyhow::Result<u8> {
     let mut events = process.events()?;
-    let mut output = Output {
+    let mut output = OutputCopier {
         stdout: tokio::io::stdout(),
         stderr: tokio::io::stderr(),
     };
@@ -531,7 +540,7 @@ async fn feed(
     process: Arc<dyn ExecProcess>,
     mut input: impl AsyncRead + Unpin,
     tty: bool,
-    keys: Arc<Keys>,
+    keys: Arc<TypedKeys>,
 ) {
     /// Bytes per read.
     const PIECE_BYTES: usize = 64 * 1024;
@@ -597,19 +606,19 @@ async fn feed(
     }
 }
 
-struct Output {
+struct OutputCopier {
     stdout: tokio::io::Stdout,
     stderr: tokio::io::Stderr,
 }
 
-impl Output {
-    async fn write(&mut self, stream: Stream, bytes: &[u8]) -> std::io::Result<()> {
+impl OutputCopier {
+    async fn write(&mut self, stream: OutputStream, bytes: &[u8]) -> std::io::Result<()> {
         match stream {
-            Stream::Stderr => {
+            OutputStream::Stderr => {
                 self.stderr.write_all(bytes).await?;
                 self.stderr.flush().await
             }
-            Stream::Stdout | Stream::Pty => {
+            OutputStream::Stdout | OutputStream::Pty => {
                 self.stdout.write_all(bytes).await?;
                 self.stdout.flush().await
             }

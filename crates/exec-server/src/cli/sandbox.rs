@@ -4,8 +4,8 @@ use std::path::{Component, Path, PathBuf};
 
 use exec_server_protocol::PathUri;
 use exec_server_protocol::sandbox::{
-    Access, Entry, EntryPath, FileSystem, MissingPathBehavior, Network, Permissions, Sandbox,
-    Special,
+    EntryPath, FilePermissions, MissingPathBehavior, NetworkPermission, PathAccess, Permissions,
+    Sandbox, SandboxEntry, SpecialPath,
 };
 
 use super::args::{SandboxArg, SandboxArgs, SwitchArg};
@@ -15,24 +15,27 @@ pub(super) fn of(args: &SandboxArgs, cwd: &Path) -> anyhow::Result<Option<Sandbo
     let Some(policy) = args.sandbox else {
         return Ok(None);
     };
-    let entry = |path, access| Entry {
+    let entry = |path, access| SandboxEntry {
         path,
         access,
         missing_path_behavior: None,
     };
     let special = |value| EntryPath::Special { value };
-    let mut entries = vec![entry(special(Special::Root), Access::Read)];
+    let mut entries = vec![entry(special(SpecialPath::Root), PathAccess::Read)];
     if policy == SandboxArg::WorkspaceWrite {
-        let root = Special::ProjectRoots { subpath: None };
-        for value in [root, Special::SlashTmp, Special::Tmpdir] {
-            entries.push(entry(special(value), Access::Write));
+        let root = SpecialPath::ProjectRoots { subpath: None };
+        for value in [root, SpecialPath::SlashTmp, SpecialPath::Tmpdir] {
+            entries.push(entry(special(value), PathAccess::Write));
         }
     }
-    for (paths, access) in [(&args.writable, Access::Write), (&args.deny, Access::Deny)] {
+    for (paths, access) in [
+        (&args.writable, PathAccess::Write),
+        (&args.deny, PathAccess::Deny),
+    ] {
         for path in paths {
             let path = PathUri::from_native(&plain(&cwd.join(path)))?;
             let mut entry = entry(EntryPath::Path { path }, access);
-            if access == Access::Deny {
+            if access == PathAccess::Deny {
                 // A name that is not there yet has nothing to hide.
                 entry.missing_path_behavior = Some(MissingPathBehavior::Skip);
             }
@@ -40,11 +43,11 @@ pub(super) fn of(args: &SandboxArgs, cwd: &Path) -> anyhow::Result<Option<Sandbo
         }
     }
     let network = match args.network {
-        SwitchArg::On => Network::Enabled,
-        SwitchArg::Off => Network::Restricted,
+        SwitchArg::On => NetworkPermission::Enabled,
+        SwitchArg::Off => NetworkPermission::Restricted,
     };
     let mut sandbox = Sandbox::new(Permissions::Managed {
-        file_system: FileSystem::Restricted {
+        file_system: FilePermissions::Restricted {
             entries,
             glob_scan_max_depth: None,
         },

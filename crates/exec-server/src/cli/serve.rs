@@ -10,7 +10,9 @@ use anyhow::{Context as _, bail};
 use exec_server_executor::descendants_of;
 use exec_server_service::audit::Audit;
 use exec_server_service::trace::Tracer;
-use exec_server_service::{Guard, Lifetime, ListenUrl, Listener, Server, metrics};
+use exec_server_service::{
+    ConnectionGuard, ExecServer, ListenUrl, Listener, SessionLifetime, metrics,
+};
 use exec_server_sys::{guardian, memory, own};
 use exec_server_transport::stdio;
 use exec_server_transport::tls::TlsServer;
@@ -19,8 +21,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinSet;
 
 use super::args::ServeArgs;
-use super::daemon::Idle;
-use super::log::{self, Log};
+use super::daemon::IdleDetector;
+use super::log::{self, LogControl};
 use super::settings::Settings;
 use super::{access, remote, systemd};
 
@@ -31,7 +33,7 @@ const CERTIFICATE_PERIOD: Duration = Duration::from_secs(5);
 const START_UP: Duration = Duration::from_secs(1);
 
 /// Serves until SIGTERM or SIGINT; a daemon also until it was unused for its idle timeout.
-pub(super) fn run(args: ServeArgs, idle: Option<Idle>) -> anyhow::Result<ExitCode> {
+pub(super) fn run(args: ServeArgs, idle: Option<IdleDetector>) -> anyhow::Result<ExitCode> {
     let settings = Settings::resolve(&args)?;
     settings.listen()?;
     remote::check(&settings, &args.remote)?;
@@ -79,10 +81,10 @@ async fn serve(
     args: ServeArgs,
     settings: Settings,
     handed_over: usize,
-    log: Log,
-    idle: Option<Idle>,
+    log: LogControl,
+    idle: Option<IdleDetector>,
 ) -> anyhow::Result<Option<std::fs::File>> {
-    let stop = Stop::new()?;
+    let stop = StopSignals::new()?;
     let hangup = signal(SignalKind::hangup())?;
     let mut config = settings.server()?;
     config.audit = audit(&settings)?;
@@ -90,7 +92,7 @@ async fn serve(
         let service = settings.text("traces.service").unwrap_or("exec-server");
         config.tracer = Some(Tracer::start(endpoint, service)?);
     }
-    let server = Server::new(config).context("cannot set up the server")?;
+    let server = ExecServer::new(config).context("cannot set up the server")?;
     server
         .executor()
         .adopt_orphans()
@@ -125,7 +127,7 @@ async fn serve(
             .is_some_and(|tls| tls.wants_client_certificates());
     let setup = ListenerSetup {
         exposed: proven || settings.flag("auth.danger_no_auth"),
-        guard: Arc::new(Guard::new(rules)),
+        guard: Arc::new(ConnectionGuard::new(rules)),
         tls,
     };
     let listeners = setup.open(&settings, &urls, handed_over).await?;
@@ -142,7 +144,7 @@ async fn serve(
     if let Some(listener) = metrics {
         tasks.spawn(metrics::serve(listener, server.clone()));
     }
-    let upkeep = Upkeep {
+    let upkeep = ServerUpkeep {
         args,
         log,
         setup,
@@ -164,7 +166,10 @@ async fn serve(
 }
 
 /// Returns when a daemon is no longer needed; never for other servers.
-async fn over(idle: Option<Idle>, server: &Server) -> anyhow::Result<Option<std::fs::File>> {
+async fn over(
+    idle: Option<IdleDetector>,
+    server: &ExecServer,
+) -> anyhow::Result<Option<std::fs::File>> {
     match idle {
         Some(idle) => idle.over(server).await,
         None => std::future::pending().await,
@@ -200,10 +205,10 @@ async fn metrics_listener(settings: &Settings) -> anyhow::Result<Option<TcpListe
 }
 
 /// The one connection over standard input and output.
-async fn serve_stdio(server: &Server, stop: Stop) -> anyhow::Result<()> {
+async fn serve_stdio(server: &ExecServer, stop: StopSignals) -> anyhow::Result<()> {
     let link = stdio::own().context("cannot use standard input and output")?;
     let name = "exec-server stdio".to_owned();
-    let connection = tokio::spawn(server.serve(link, name, Lifetime::Connection));
+    let connection = tokio::spawn(server.serve(link, name, SessionLifetime::Connection));
     tokio::select! {
         _ = connection => server.shut_down().await,
         () = stop.wait_and_end(server) => {}
@@ -212,12 +217,12 @@ async fn serve_stdio(server: &Server, stop: Stop) -> anyhow::Result<()> {
 }
 
 /// The signals that end a server.
-pub(super) struct Stop {
+pub(super) struct StopSignals {
     terminate: Signal,
     interrupt: Signal,
 }
 
-impl Stop {
+impl StopSignals {
     pub(super) fn new() -> std::io::Result<Self> {
         Ok(Self {
             terminate: signal(SignalKind::terminate())?,
@@ -233,7 +238,7 @@ impl Stop {
     }
 
     /// Waits for a signal, lets processes end and shuts down; a second signal ends them immediately.
-    pub(super) async fn wait_and_end(mut self, server: &Server) {
+    pub(super) async fn wait_and_end(mut self, server: &ExecServer) {
         self.signalled().await;
         systemd::notify("STOPPING=1");
         tracing::info!(processes = server.executor().live(), "shutting down");
@@ -246,7 +251,7 @@ impl Stop {
 
 /// Opens listeners with the server's authentication and TLS.
 struct ListenerSetup {
-    guard: Arc<Guard>,
+    guard: Arc<ConnectionGuard>,
     tls: Option<Arc<TlsServer>>,
     /// Whether others on the network may reach it.
     exposed: bool,
@@ -294,16 +299,16 @@ fn listened(settings: &Settings) -> Vec<String> {
 }
 
 /// Reloads, certificate checks and watchdog messages beside serving.
-struct Upkeep {
+struct ServerUpkeep {
     args: ServeArgs,
-    log: Log,
+    log: LogControl,
     setup: ListenerSetup,
-    server: Server,
+    server: ExecServer,
     /// The configured listeners, to notice changes.
     listen: Vec<String>,
 }
 
-impl Upkeep {
+impl ServerUpkeep {
     /// Reloads changed settings, tokens and certificates; ends when it is aborted.
     async fn run(self, mut hangup: Signal) {
         let mut certificates = tokio::time::interval(CERTIFICATE_PERIOD);

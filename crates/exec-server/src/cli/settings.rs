@@ -13,7 +13,7 @@ use anyhow::{Context as _, bail};
 use exec_server_engine::configuration::ConfigFiles;
 use exec_server_engine::host;
 use exec_server_executor::log::Retention;
-use exec_server_http::{DEFAULT_DENY, HttpConfig, ProxyChoice, Rules};
+use exec_server_http::{DEFAULT_DENY, HostRules, HttpConfig, ProxyChoice};
 use exec_server_service::{DEFAULT_LISTEN_URL, ExecServerConfig, ListenUrl, auth};
 use exec_server_transport::keepalive::KeepaliveConfig;
 use toml::Value;
@@ -56,7 +56,7 @@ const PRIVATE_VARIABLES: &[&str] = &[
 
 /// What a value must be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum ValueKind {
     Flag,
     Text,
     Choice(&'static [&'static str]),
@@ -69,7 +69,7 @@ pub(super) enum Kind {
     Time,
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for ValueKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Flag => f.write_str("true or false"),
@@ -87,72 +87,72 @@ pub(super) const MODES: &[&str] = &["capability-token", "signed-bearer-token"];
 pub(super) const FORMATS: &[&str] = &["text", "json"];
 
 /// Every key there is, in the order in which they are shown.
-pub(super) const KEYS: &[(&str, Kind)] = &[
-    ("listen", Kind::List),
-    ("threads", Kind::Count(1)),
-    ("auth.mode", Kind::Choice(MODES)),
-    ("auth.token_files", Kind::List),
-    ("auth.token_sha256", Kind::List),
-    ("auth.shared_secret_file", Kind::Text),
-    ("auth.issuer", Kind::Text),
-    ("auth.audience", Kind::Text),
-    ("auth.max_clock_skew", Kind::Time),
-    ("auth.allow_origins", Kind::List),
-    ("auth.trusted_proxies", Kind::List),
-    ("auth.danger_no_auth", Kind::Flag),
-    ("tls.cert", Kind::Text),
-    ("tls.key", Kind::Text),
-    ("tls.self_signed", Kind::Flag),
-    ("tls.client_ca", Kind::Text),
-    ("remote.url", Kind::Text),
-    ("remote.environment_id", Kind::Text),
-    ("remote.name", Kind::Text),
-    ("remote.identity_file", Kind::Text),
-    ("remote.token_file", Kind::Text),
-    ("remote.tls_pin", Kind::Text),
-    ("remote.tls_ca", Kind::Text),
-    ("remote.danger_plain_http", Kind::Flag),
-    ("limits.connections", Kind::Count(1)),
-    ("limits.connections_per_address", Kind::Count(1)),
-    ("limits.sessions", Kind::Count(1)),
-    ("limits.processes", Kind::Count(1)),
-    ("limits.processes_per_session", Kind::Count(1)),
-    ("limits.concurrent_requests", Kind::Count(1)),
-    ("limits.waiting_requests", Kind::Count(1)),
-    ("limits.retained_bytes", Kind::Size),
-    ("limits.retained_chunks", Kind::Count(1)),
-    ("limits.total_retained_bytes", Kind::Size),
-    ("limits.response_bytes", Kind::Size),
-    ("limits.incomplete_bytes", Kind::Size),
-    ("times.handshake", Kind::Time),
-    ("times.ping", Kind::Time),
-    ("times.silence", Kind::Time),
-    ("times.detach_grace", Kind::Time),
-    ("times.max_detach_grace", Kind::Time),
-    ("times.closed_retention", Kind::Time),
-    ("times.inherited_output", Kind::Time),
-    ("times.shell_snapshot", Kind::Time),
-    ("times.drain", Kind::Time),
-    ("times.shutdown_grace", Kind::Time),
-    ("http.allow", Kind::List),
-    ("http.deny", Kind::List),
-    ("http.proxy", Kind::Text),
-    ("http.max_response_bytes", Kind::Size),
-    ("http.max_stream_bytes", Kind::Size),
-    ("client_config.system", Kind::Text),
-    ("client_config.home", Kind::Text),
-    ("client_config.file", Kind::Text),
-    ("client_config.requirements_file", Kind::Text),
-    ("client_config.managed_file", Kind::Text),
-    ("client_config.project_directory", Kind::Text),
-    ("client_config.project_marker", Kind::Text),
-    ("log.format", Kind::Choice(FORMATS)),
-    ("log.filter", Kind::Text),
-    ("metrics.listen", Kind::Text),
-    ("traces.endpoint", Kind::Text),
-    ("traces.service", Kind::Text),
-    ("audit.file", Kind::Text),
-    ("audit.redact", Kind::List),
+pub(super) const KEYS: &[(&str, ValueKind)] = &[
+    ("listen", ValueKind::List),
+    ("threads", ValueKind::Count(1)),
+    ("auth.mode", ValueKind::Choice(MODES)),
+    ("auth.token_files", ValueKind::List),
+    ("auth.token_sha256", ValueKind::List),
+    ("auth.shared_secret_file", ValueKind::Text),
+    ("auth.issuer", ValueKind::Text),
+    ("auth.audience", ValueKind::Text),
+    ("auth.max_clock_skew", ValueKind::Time),
+    ("auth.allow_origins", ValueKind::List),
+    ("auth.trusted_proxies", ValueKind::List),
+    ("auth.danger_no_auth", ValueKind::Flag),
+    ("tls.cert", ValueKind::Text),
+    ("tls.key", ValueKind::Text),
+    ("tls.self_signed", ValueKind::Flag),
+    ("tls.client_ca", ValueKind::Text),
+    ("remote.url", ValueKind::Text),
+    ("remote.environment_id", ValueKind::Text),
+    ("remote.name", ValueKind::Text),
+    ("remote.identity_file", ValueKind::Text),
+    ("remote.token_file", ValueKind::Text),
+    ("remote.tls_pin", ValueKind::Text),
+    ("remote.tls_ca", ValueKind::Text),
+    ("remote.danger_plain_http", ValueKind::Flag),
+    ("limits.connections", ValueKind::Count(1)),
+    ("limits.connections_per_address", ValueKind::Count(1)),
+    ("limits.sessions", ValueKind::Count(1)),
+    ("limits.processes", ValueKind::Count(1)),
+    ("limits.processes_per_session", ValueKind::Count(1)),
+    ("limits.concurrent_requests", ValueKind::Count(1)),
+    ("limits.waiting_requests", ValueKind::Count(1)),
+    ("limits.retained_bytes", ValueKind::Size),
+    ("limits.retained_chunks", ValueKind::Count(1)),
+    ("limits.total_retained_bytes", ValueKind::Size),
+    ("limits.response_bytes", ValueKind::Size),
+    ("limits.incomplete_bytes", ValueKind::Size),
+    ("times.handshake", ValueKind::Time),
+    ("times.ping", ValueKind::Time),
+    ("times.silence", ValueKind::Time),
+    ("times.detach_grace", ValueKind::Time),
+    ("times.max_detach_grace", ValueKind::Time),
+    ("times.closed_retention", ValueKind::Time),
+    ("times.inherited_output", ValueKind::Time),
+    ("times.shell_snapshot", ValueKind::Time),
+    ("times.drain", ValueKind::Time),
+    ("times.shutdown_grace", ValueKind::Time),
+    ("http.allow", ValueKind::List),
+    ("http.deny", ValueKind::List),
+    ("http.proxy", ValueKind::Text),
+    ("http.max_response_bytes", ValueKind::Size),
+    ("http.max_stream_bytes", ValueKind::Size),
+    ("client_config.system", ValueKind::Text),
+    ("client_config.home", ValueKind::Text),
+    ("client_config.file", ValueKind::Text),
+    ("client_config.requirements_file", ValueKind::Text),
+    ("client_config.managed_file", ValueKind::Text),
+    ("client_config.project_directory", ValueKind::Text),
+    ("client_config.project_marker", ValueKind::Text),
+    ("log.format", ValueKind::Choice(FORMATS)),
+    ("log.filter", ValueKind::Text),
+    ("metrics.listen", ValueKind::Text),
+    ("traces.endpoint", ValueKind::Text),
+    ("traces.service", ValueKind::Text),
+    ("audit.file", ValueKind::Text),
+    ("audit.redact", ValueKind::List),
 ];
 
 /// Where a value came from.
@@ -264,12 +264,12 @@ impl Settings {
             bail!(unknown(name, &origin.to_string()));
         };
         let fits = match (kind, &value) {
-            (Kind::Flag, Value::Boolean(_)) | (Kind::Text, Value::String(_)) => true,
-            (Kind::Choice(names), Value::String(text)) => names.contains(&text.as_str()),
-            (Kind::List, Value::Array(items)) => items.iter().all(Value::is_str),
-            (Kind::Count(least), Value::Integer(number)) => *number >= least,
-            (Kind::Size, value) => size(value).is_some(),
-            (Kind::Time, value) => time(value).is_some(),
+            (ValueKind::Flag, Value::Boolean(_)) | (ValueKind::Text, Value::String(_)) => true,
+            (ValueKind::Choice(names), Value::String(text)) => names.contains(&text.as_str()),
+            (ValueKind::List, Value::Array(items)) => items.iter().all(Value::is_str),
+            (ValueKind::Count(least), Value::Integer(number)) => *number >= least,
+            (ValueKind::Size, value) => size(value).is_some(),
+            (ValueKind::Time, value) => time(value).is_some(),
             _ => false,
         };
         if !fits {
@@ -412,7 +412,7 @@ impl Settings {
     /// What requests over HTTP may do.
     fn http(&self) -> anyhow::Result<HttpConfig> {
         let defaults = HttpConfig::default();
-        let rules = Rules::new(&self.list("http.allow"), &self.list("http.deny"));
+        let rules = HostRules::new(&self.list("http.allow"), &self.list("http.deny"));
         Ok(HttpConfig {
             rules: rules.context("`http.allow` and `http.deny`")?,
             proxy: match self.text("http.proxy") {
@@ -512,7 +512,7 @@ impl Settings {
     }
 }
 
-fn kind_of(name: &str) -> Option<Kind> {
+fn kind_of(name: &str) -> Option<ValueKind> {
     KEYS.iter()
         .find(|(key, _)| *key == name)
         .map(|&(_, kind)| kind)
@@ -528,16 +528,16 @@ fn unknown(name: &str, origin: &str) -> String {
 }
 
 /// What a text means where a value of this kind is expected; it need not be one.
-fn typed(kind: Kind, text: &str) -> Value {
+fn typed(kind: ValueKind, text: &str) -> Value {
     let plain = || Value::String(text.to_owned());
     match kind {
-        Kind::Text | Kind::Choice(_) => plain(),
-        Kind::Flag => text.parse().map_or_else(|_| plain(), Value::Boolean),
-        Kind::Count(_) | Kind::Size | Kind::Time => {
+        ValueKind::Text | ValueKind::Choice(_) => plain(),
+        ValueKind::Flag => text.parse().map_or_else(|_| plain(), Value::Boolean),
+        ValueKind::Count(_) | ValueKind::Size | ValueKind::Time => {
             text.parse().map_or_else(|_| plain(), Value::Integer)
         }
         // Several are written as in the file; a single one needs no ceremony.
-        Kind::List => match format!("list = {text}").parse::<toml::Table>() {
+        ValueKind::List => match format!("list = {text}").parse::<toml::Table>() {
             Ok(mut table) if text.starts_with('[') => table.remove("list").unwrap_or_else(plain),
             _ => Value::Array(vec![plain()]),
         },
@@ -857,11 +857,11 @@ pub(super) fn environment() -> BTreeMap<String, String> {
 mod tests {
     use clap::Parser as _;
 
-    use super::super::args::Args;
+    use super::super::args::CliArgs;
     use super::*;
 
     fn resolve(args: &[&str], env: &[(&str, &str)]) -> anyhow::Result<Settings> {
-        let args = Args::parse_from(["exec-server"].iter().chain(args));
+        let args = CliArgs::parse_from(["exec-server"].iter().chain(args));
         Settings::layered(&args.serve, |name| {
             let found = env.iter().find(|(key, _)| *key == name)?;
             Some(found.1.to_owned())

@@ -35,9 +35,9 @@ pub(super) fn is_input_null() -> bool {
 }
 
 /// Raw mode on standard input, until dropped: every key goes to the command.
-pub(super) struct Raw(Termios);
+pub(super) struct RawMode(Termios);
 
-impl Raw {
+impl RawMode {
     /// Switches to raw mode; `None` if standard input is no terminal.
     pub(super) fn enter() -> io::Result<Option<Self>> {
         let stdin = rustix::stdio::stdin();
@@ -52,7 +52,7 @@ impl Raw {
     }
 }
 
-impl Drop for Raw {
+impl Drop for RawMode {
     fn drop(&mut self) {
         let _ = termios::tcsetattr(rustix::stdio::stdin(), OptionalActions::Drain, &self.0);
     }

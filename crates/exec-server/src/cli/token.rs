@@ -7,7 +7,7 @@ use anyhow::{Context as _, bail};
 use exec_server_protocol::text::hex;
 use exec_server_service::auth::{Auth, AuthError, MIN_SECRET_BYTES, Scopes, SignedTokens};
 use exec_server_transport::Secret;
-use exec_server_transport::http::Head;
+use exec_server_transport::http::HttpHead;
 use exec_server_transport::jwt::{self, TokenClaims};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde_json::{Value, json};
@@ -44,7 +44,7 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
                 );
             }
             if subject.as_deref().is_some_and(|it| !jwt::is_subject(it)) {
-                bail!("`--subject`: {}", jwt::Error::Subject);
+                bail!("`--subject`: {}", jwt::JwtError::Subject);
             }
             let scope = match scope {
                 None => None,
@@ -132,12 +132,12 @@ fn inspect(token: &Secret, secret: Option<Secret>) -> (Value, bool) {
         audience: None,
         max_clock_skew: Duration::ZERO,
     });
-    let head = Head {
+    let head = HttpHead {
         headers: vec![(
             "authorization".to_owned(),
             format!("Bearer {}", token.expose()),
         )],
-        ..Head::default()
+        ..HttpHead::default()
     };
     let verdict = check.check(&head, SystemTime::now());
     let error: Option<AuthError> = verdict.as_ref().err().copied();

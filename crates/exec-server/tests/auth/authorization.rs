@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 
 use exec_server_protocol::{MethodId, Scope};
 use exec_server_testkit::proc;
-use exec_server_testkit::server::Server;
-use exec_server_testkit::wire::{Client, Failure, Start};
+use exec_server_testkit::server::ServerProcess;
+use exec_server_testkit::wire::{ErrorReply, StartBuilder, WireClient};
 use serde_json::{Map, Value, json};
 
-use crate::{Files, session_with, start, text_of};
+use crate::{AuthFiles, session_with, start, text_of};
 
 /// File content that no token without `fs:read` may read.
 const SECRET: &str = "what-the-file-says";
@@ -20,11 +20,11 @@ const SECRET: &str = "what-the-file-says";
 const OWNED: &str = "the-process-of-the-owner";
 
 /// Params by name, in the order in which the type declares them.
-type Members = Vec<(&'static str, Value)>;
+type OrderedParams = Vec<(&'static str, Value)>;
 
 /// Params that the method accepts and that have an effect; `file` makes URIs below the tree.
 /// A method without an arm does not compile.
-fn sample(method: MethodId, file: &dyn Fn(&str) -> Value, owner: &str) -> Members {
+fn sample(method: MethodId, file: &dyn Fn(&str) -> Value, owner: &str) -> OrderedParams {
     use MethodId as M;
     let path = |name: &str| ("path", file(name));
     let process = ("processId", json!(OWNED));
@@ -155,7 +155,7 @@ fn spellings(text: &str) -> [Value; 4] {
 }
 
 /// The sample in every form that a decoder may take for it, or for part of it.
-fn shapes(method: MethodId, sample: &Members, random: &Random) -> Vec<Value> {
+fn shapes(method: MethodId, sample: &OrderedParams, random: &SeededRandom) -> Vec<Value> {
     let whole: Map<String, Value> = sample
         .iter()
         .map(|(name, value)| ((*name).to_owned(), value.clone()))
@@ -217,9 +217,9 @@ fn shapes(method: MethodId, sample: &Members, random: &Random) -> Vec<Value> {
 }
 
 /// Pseudo-random numbers from a seed.
-struct Random(std::cell::Cell<u64>);
+struct SeededRandom(std::cell::Cell<u64>);
 
-impl Random {
+impl SeededRandom {
     fn next(&self) -> u64 {
         let mut state = self.0.get();
         state ^= state << 13;
@@ -263,22 +263,22 @@ fn snapshot(root: &Path) -> BTreeMap<PathBuf, (u32, i64, i64, Vec<u8>)> {
     found
 }
 
-fn is_denied(method: &str, answer: &Result<Value, Failure>) -> bool {
+fn is_denied(method: &str, answer: &Result<Value, ErrorReply>) -> bool {
     let start = format!("`{method}` needs the scope `");
     matches!(answer, Err(failure) if failure.code == -32600 && failure.message.starts_with(&start))
 }
 
 /// A server with a token for every scope and one for all, and a tree that must not change.
 struct Fixture {
-    files: Files,
-    server: Server,
-    owner: Client,
+    files: AuthFiles,
+    server: ServerProcess,
+    owner: WireClient,
     tree: PathBuf,
 }
 
 impl Fixture {
     async fn new(more: &[&str]) -> Self {
-        let files = Files::new();
+        let files = AuthFiles::new();
         let tree = files.path("tree");
         std::fs::create_dir_all(tree.join("kept/deep")).unwrap();
         std::fs::write(tree.join("secret"), SECRET).unwrap();
@@ -294,7 +294,9 @@ impl Fixture {
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
         let server = start(&args).await;
         let mut owner = session_with(server.url(), "all-token").await;
-        owner.start(Start::sh(OWNED, "sleep 600").piped()).await;
+        owner
+            .start(StartBuilder::sh(OWNED, "sleep 600").piped())
+            .await;
         Self {
             files,
             server,
@@ -303,12 +305,12 @@ impl Fixture {
         }
     }
 
-    async fn session(&self, scope: Scope) -> Client {
+    async fn session(&self, scope: Scope) -> WireClient {
         let token = format!("{}-token", scope.name().replace(':', "-"));
         session_with(self.server.url(), &token).await
     }
 
-    fn sample(&self, method: MethodId) -> Members {
+    fn sample(&self, method: MethodId) -> OrderedParams {
         let file = |name: &str| {
             let path = self.tree.join(name);
             json!(format!("file://{}", text_of(&path).trim_end_matches('/')))
@@ -317,7 +319,7 @@ impl Fixture {
     }
 }
 
-fn object(members: &Members) -> Value {
+fn object(members: &OrderedParams) -> Value {
     let members = members
         .iter()
         .map(|(name, value)| ((*name).to_owned(), value.clone()));
@@ -357,7 +359,7 @@ async fn each_scope_allows_exactly_the_methods_that_name_it() {
 async fn params_of_any_form_have_no_effect_without_the_scope() {
     const SEED: u64 = 0x5eed_0fa1;
     let mut fixture = Fixture::new(&[]).await;
-    let random = Random(SEED.into());
+    let random = SeededRandom(SEED.into());
     let mut tried = 0;
     for scope in [Scope::FsRead, Scope::Observe, Scope::FsWrite] {
         let before = snapshot(&fixture.tree);
@@ -460,7 +462,7 @@ async fn file_changes_are_in_the_audit_log() {
         }
     };
     for &method in MethodId::ALL {
-        let changes = method.row().changes == exec_server_protocol::table::Changes::Files;
+        let changes = method.row().changes == exec_server_protocol::table::MethodChanges::Files;
         let sample = fixture.sample(method);
         let first = sample
             .iter()

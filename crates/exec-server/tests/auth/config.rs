@@ -1,15 +1,15 @@
 //! The settings file, and errors about it.
 
-use exec_server_testkit::server::Server;
-use exec_server_testkit::wire::Client;
+use exec_server_testkit::server::ServerProcess;
+use exec_server_testkit::wire::WireClient;
 use exec_server_transport::{ConnectOptions, connect};
 use serde_json::{Value, json};
 
-use crate::{Files, output, program, refuses, text_of};
+use crate::{AuthFiles, output, program, refuses, text_of};
 
 #[tokio::test]
 async fn settings_file_applies_where_no_flag_is_given() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let token = files.write("token", "tok123");
     let socket = text_of(&files.path("socket"));
     let config = files.write(
@@ -50,14 +50,14 @@ async fn settings_file_applies_where_no_flag_is_given() {
     assert_eq!(entry("tls.cert"), (Value::Null, "default".to_owned()));
 
     // Both listeners require the token; the limit from the flag applies.
-    let server = Server::listening(command, "ws://127.0.0.1:0").await;
+    let server = ServerProcess::listening(command, "ws://127.0.0.1:0").await;
     let mut options = ConnectOptions::default();
     options.bearer_token = Some("tok123".into());
     let link = connect(server.url(), &options).await.unwrap();
-    let mut client = Client::new(link);
+    let mut client = WireClient::new(link);
     client.initialize(json!({"clientName": "test"})).await;
     let link = connect(server.url(), &options).await.unwrap();
-    let mut second = Client::new(link);
+    let mut second = WireClient::new(link);
     let failure = second
         .call("initialize", json!({"clientName": "test"}))
         .await
@@ -67,22 +67,22 @@ async fn settings_file_applies_where_no_flag_is_given() {
 
 #[tokio::test]
 async fn server_accepts_connections_on_several_listeners() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let socket = format!("unix://{}", files.path("socket").display());
     let mut command = program();
     command.args(["--listen", &socket]);
     // The first printed line is the first listener.
-    let server = Server::listening(command, "ws://127.0.0.1:0").await;
+    let server = ServerProcess::listening(command, "ws://127.0.0.1:0").await;
     assert_eq!(server.url(), socket);
     let link = connect(&socket, &ConnectOptions::default()).await.unwrap();
-    Client::new(link)
+    WireClient::new(link)
         .initialize(json!({"clientName": "test"}))
         .await;
 }
 
 #[tokio::test]
 async fn settings_errors_name_the_key_or_file() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     for (text, expected) in [
         ("[limits]\nsesions = 1\n", "unknown key `limits.sesions`"),
         (
@@ -124,11 +124,11 @@ async fn settings_errors_name_the_key_or_file() {
 async fn log_format_json_writes_json_lines() {
     let mut command = program();
     command.args(["--log-format", "json", "--log", "debug"]);
-    let server = Server::start(command).await;
+    let server = ServerProcess::start(command).await;
     let link = connect(server.url(), &ConnectOptions::default())
         .await
         .unwrap();
-    let mut client = Client::new(link);
+    let mut client = WireClient::new(link);
     client.initialize(json!({"clientName": "test"})).await;
     client.call("process/list", json!({})).await.unwrap();
     let stderr = server.stderr();

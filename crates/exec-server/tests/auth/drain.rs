@@ -1,7 +1,7 @@
 //! Shutdown of a server: what it lets finish, and what its clients receive.
 
 use exec_server_testkit::proc;
-use exec_server_testkit::wire::Start;
+use exec_server_testkit::wire::StartBuilder;
 use exec_server_transport::{ConnectOptions, connect};
 use rustix::process::Signal;
 use serde_json::json;
@@ -9,7 +9,7 @@ use serde_json::json;
 use crate::{session_with, start, upgrade};
 
 /// Starts a shell script as process `p`.
-async fn run(client: &mut exec_server_testkit::wire::Client, script: &str) {
+async fn run(client: &mut exec_server_testkit::wire::WireClient, script: &str) {
     let params = json!({"processId": "p", "argv": ["sh", "-c", script], "cwd": "file:///",
         "env": {"PATH": "/usr/bin:/bin"}, "tty": false, "pipeStdin": true});
     client.call("process/start", params).await.unwrap();
@@ -103,7 +103,7 @@ async fn output_of_writing_processes_is_complete_at_shutdown() {
     );
     let ids: Vec<String> = (0..PROCESSES).map(|n| format!("p{n}")).collect();
     for id in &ids {
-        client.start(Start::sh(id, &script)).await;
+        client.start(StartBuilder::sh(id, &script)).await;
     }
     for id in &ids {
         client.wrote(id, "stdout", &format!("9 {line}\n")).await;

@@ -4,14 +4,14 @@
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use exec_server_testkit::proc;
-use exec_server_testkit::server::Server;
+use exec_server_testkit::server::ServerProcess;
 use exec_server_transport::jwt;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-use crate::{Files, connect_with, session_with, start, upgrade};
+use crate::{AuthFiles, connect_with, session_with, start, upgrade};
 
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
@@ -30,20 +30,20 @@ fn token(claims: Value) -> String {
     signed.expose().to_owned()
 }
 
-async fn signed_server(files: &Files, more: &[&str]) -> Server {
+async fn signed_server(files: &AuthFiles, more: &[&str]) -> ServerProcess {
     let secret = files.write("secret", SECRET);
     let mode = ["--ws-auth", "signed-bearer-token"];
     let fixed = [&mode[..], &["--ws-shared-secret-file", &secret]].concat();
     start(&[&fixed, more].concat()).await
 }
 
-async fn status(server: &Server, token: &str) -> u16 {
+async fn status(server: &ServerProcess, token: &str) -> u16 {
     let header = format!("Authorization: Bearer {token}\r\n");
     upgrade(server.url(), header.as_bytes()).await.0
 }
 
 /// Upgrades a connection with a token, and sends nothing.
-async fn silent(server: &Server, token: &str) -> TcpStream {
+async fn silent(server: &ServerProcess, token: &str) -> TcpStream {
     let address = server.url().strip_prefix("ws://").unwrap();
     let mut stream = TcpStream::connect(address).await.unwrap();
     let request = format!(
@@ -78,7 +78,7 @@ async fn close_of(mut stream: TcpStream) -> (u16, String) {
 
 #[tokio::test]
 async fn claims_decide_whether_a_token_is_accepted() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let server = signed_server(&files, &[]).await;
     let long = |bytes: usize| "x".repeat(bytes);
     for accepted in [
@@ -127,7 +127,7 @@ async fn claims_decide_whether_a_token_is_accepted() {
 
 #[tokio::test]
 async fn sessions_are_not_shared_between_long_subjects() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let server = signed_server(&files, &[]).await;
     let subject = |last: &str| json!({"sub": format!("{}{last}", "x".repeat(200))});
     for (owner, other) in [
@@ -155,7 +155,7 @@ async fn sessions_are_not_shared_between_long_subjects() {
 
 #[tokio::test]
 async fn a_good_token_is_accepted_among_a_thousand_bad_ones_from_its_address() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let file = files.write("token", "tok123");
     let server = start(&["--ws-auth", "capability-token", "--ws-token-file", &file]).await;
     let mut statuses = Vec::new();
@@ -172,7 +172,7 @@ async fn a_good_token_is_accepted_among_a_thousand_bad_ones_from_its_address() {
 
 #[tokio::test]
 async fn a_connection_ends_with_its_token() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let server = signed_server(&files, &["--ws-max-clock-skew-seconds", "0"]).await;
     let end = now() + 2;
     let stream = silent(&server, &token(json!({"exp": end}))).await;
@@ -188,7 +188,7 @@ async fn a_connection_ends_with_its_token() {
 
 #[tokio::test]
 async fn removing_a_token_closes_its_connections_and_adding_one_needs_no_restart() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let mut named = Vec::new();
     for name in ["one", "two", "three"] {
         let file = files.write(name, &format!("{name}-token"));

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 
 use exec_server_testkit::proc;
-use exec_server_testkit::server::Server;
-use exec_server_testkit::wire::Client;
+use exec_server_testkit::server::ServerProcess;
+use exec_server_testkit::wire::WireClient;
 use exec_server_transport::{ConnectError, ConnectOptions, connect};
 use serde_json::json;
 use tempfile::TempDir;
@@ -60,9 +60,9 @@ async fn refuses(args: &[&str], text: &str) {
 }
 
 /// Files for one test.
-struct Files(TempDir);
+struct AuthFiles(TempDir);
 
-impl Files {
+impl AuthFiles {
     fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
@@ -84,10 +84,10 @@ fn text_of(path: &Path) -> String {
 }
 
 /// Starts a server with these arguments.
-async fn start(args: &[&str]) -> Server {
+async fn start(args: &[&str]) -> ServerProcess {
     let mut command = program();
     command.args(args);
-    Server::start(command).await
+    ServerProcess::start(command).await
 }
 
 /// Sends an upgrade with further header lines; returns status and body of the response.
@@ -123,14 +123,14 @@ async fn upgrade(url: &str, headers: &[u8]) -> (u16, String) {
 }
 
 /// Connects with a token.
-async fn connect_with(url: &str, token: &str) -> Result<Client, ConnectError> {
+async fn connect_with(url: &str, token: &str) -> Result<WireClient, ConnectError> {
     let mut options = ConnectOptions::default();
     options.bearer_token = Some(token.into());
-    connect(url, &options).await.map(Client::new)
+    connect(url, &options).await.map(WireClient::new)
 }
 
 /// Connects with a token and opens a session.
-async fn session_with(url: &str, token: &str) -> Client {
+async fn session_with(url: &str, token: &str) -> WireClient {
     let mut client = connect_with(url, token).await.unwrap();
     client.initialize(json!({"clientName": "test"})).await;
     client

@@ -5,14 +5,14 @@ use std::os::unix::net::UnixDatagram;
 use std::process::Stdio;
 
 use exec_server_testkit::proc;
-use exec_server_testkit::server::Server;
-use exec_server_testkit::wire::Start;
+use exec_server_testkit::server::ServerProcess;
+use exec_server_testkit::wire::StartBuilder;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-use crate::{Files, output, program, session_with, start, upgrade};
+use crate::{AuthFiles, output, program, session_with, start, upgrade};
 
 /// Requests a page; returns the status line and the body.
 pub(crate) async fn get(address: &str, path: &str) -> (String, String) {
@@ -37,7 +37,7 @@ pub(crate) fn sample(page: &str, name: &str) -> u64 {
 
 #[tokio::test]
 async fn metrics_count_connections_processes_and_bytes() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let token = files.write("token", "tok123");
     let server = start(&[
         "--metrics-listen",
@@ -57,11 +57,13 @@ async fn metrics_count_connections_processes_and_bytes() {
     upgrade(server.url(), b"Authorization: Bearer bad\r\n").await;
     upgrade(server.url(), b"Origin: null\r\n").await;
     client
-        .run(Start::sh("ok", "head -c 100000 /dev/zero"))
+        .run(StartBuilder::sh("ok", "head -c 100000 /dev/zero"))
         .await;
-    client.run(Start::sh("bad", "exit 3")).await;
-    client.run(Start::sh("killed", "kill -9 $$")).await;
-    client.start(Start::new("live", &["sleep", "600"])).await;
+    client.run(StartBuilder::sh("bad", "exit 3")).await;
+    client.run(StartBuilder::sh("killed", "kill -9 $$")).await;
+    client
+        .start(StartBuilder::new("live", &["sleep", "600"]))
+        .await;
     let refused = json!({"processId": "x", "argv": [], "cwd": "file:///", "env": {}, "tty": false});
     client.refused("process/start", refused).await;
     let (status, page) = get(address, "/metrics").await;
@@ -98,7 +100,7 @@ async fn metrics_count_connections_processes_and_bytes() {
 
 #[tokio::test]
 async fn audit_log_records_identity_command_and_files() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let token = files.write("token", "tok123");
     let log = crate::text_of(&files.path("audit.jsonl"));
     let server = start(&[
@@ -114,7 +116,7 @@ async fn audit_log_records_identity_command_and_files() {
     .await;
     upgrade(server.url(), b"Authorization: Bearer bad\r\n").await;
     let mut client = session_with(server.url(), "tok123").await;
-    let script = Start::new("p", &["sh", "-c", "exit 7", "hunter2", "TOKEN=abc"]);
+    let script = StartBuilder::new("p", &["sh", "-c", "exit 7", "hunter2", "TOKEN=abc"]);
     client.run(script).await;
     let missing = json!({"processId": "q", "argv": ["/no/such/program"], "cwd": "file:///",
         "env": {}, "tty": false});
@@ -163,7 +165,9 @@ async fn full_disk_under_the_audit_log_does_not_stop_the_server() {
     let server = start(&["--audit-file", "/dev/full", "--log", "error"]).await;
     let mut client = session_with(server.url(), "x").await;
     for number in 0..50 {
-        let observed = client.run(Start::sh(&format!("p{number}"), "exit 3")).await;
+        let observed = client
+            .run(StartBuilder::sh(&format!("p{number}"), "exit 3"))
+            .await;
         assert_eq!(observed.exit_code(), 3);
     }
     proc::eventually("the complaint", || {
@@ -176,11 +180,13 @@ async fn full_disk_under_the_audit_log_does_not_stop_the_server() {
 
 #[tokio::test]
 async fn status_prints_text_and_json() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let token = files.write("token", "tok123");
     let server = start(&["--ws-auth", "capability-token", "--ws-token-file", &token]).await;
     let mut client = session_with(server.url(), "tok123").await;
-    client.start(Start::new("p", &["sleep", "600"])).await;
+    client
+        .start(StartBuilder::new("p", &["sleep", "600"]))
+        .await;
     let args = ["status", "--url", server.url(), "--token-file", &token];
     let shown = output(&args).await;
     assert!(shown.status.success(), "{shown:?}");
@@ -199,7 +205,7 @@ async fn status_prints_text_and_json() {
 
 #[tokio::test]
 async fn man_writes_a_page_per_command() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let directory = crate::text_of(files.0.path());
     assert!(output(&["man", "--out", &directory]).await.status.success());
     for page in [
@@ -236,8 +242,8 @@ async fn processes_do_not_inherit_the_oom_protection_of_the_server() {
     }
     let mut client = session_with(server.url(), "x").await;
     for start in [
-        Start::sh("p", "cat /proc/self/oom_score_adj"),
-        Start::sh("t", "cat /proc/self/oom_score_adj").tty(),
+        StartBuilder::sh("p", "cat /proc/self/oom_score_adj"),
+        StartBuilder::sh("t", "cat /proc/self/oom_score_adj").tty(),
     ] {
         let observed = client.run(start).await;
         let text = observed.text("stdout") + &observed.text("pty");
@@ -258,7 +264,7 @@ async fn processes_keep_the_original_limit_of_open_files() {
         env!("CARGO_BIN_EXE_exec-server")
     );
     command.args(["-c", &script, "sh"]).env_clear();
-    let server = Server::start(command).await;
+    let server = ServerProcess::start(command).await;
     let pid = proc::children(server.pid()).pop().unwrap();
     let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
     let line = limits
@@ -269,7 +275,7 @@ async fn processes_keep_the_original_limit_of_open_files() {
     assert_eq!(fields[3], fields[4], "{line}");
     let mut client = session_with(server.url(), "x").await;
     let observed = client
-        .run(Start::sh("p", "ulimit -S -n; ulimit -H -n"))
+        .run(StartBuilder::sh("p", "ulimit -S -n; ulimit -H -n"))
         .await;
     assert_eq!(observed.text("stdout"), format!("300\n{}\n", fields[4]));
 }
@@ -307,7 +313,7 @@ async fn sampled_requests_are_exported_as_spans() {
         let (mut stream, _) = collector.accept().await.unwrap();
         let head = exec_server_transport::http::read_head(
             &mut stream,
-            exec_server_transport::http::Kind::Request,
+            exec_server_transport::http::HeadKind::Request,
         )
         .await
         .unwrap();
@@ -335,7 +341,7 @@ async fn sampled_requests_are_exported_as_spans() {
 
 #[tokio::test]
 async fn service_manager_is_notified_of_start_reload_and_stop() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let path = files.path("notify");
     let socket = UnixDatagram::bind(&path).unwrap();
     socket.set_read_timeout(Some(proc::PATIENCE)).unwrap();
@@ -346,7 +352,7 @@ async fn service_manager_is_notified_of_start_reload_and_stop() {
     };
     let mut command = program();
     command.env("NOTIFY_SOCKET", &path);
-    let mut server = Server::start(command).await;
+    let mut server = ServerProcess::start(command).await;
     let mut notices = Vec::new();
     let mut until = |text: &str| loop {
         notices.push(next_notice());
@@ -361,7 +367,10 @@ async fn service_manager_is_notified_of_start_reload_and_stop() {
     until("READY=1");
     // The notification socket is not passed to processes.
     let mut client = session_with(server.url(), "x").await;
-    let environment = client.run(Start::sh("p", "env")).await.text("stdout");
+    let environment = client
+        .run(StartBuilder::sh("p", "env"))
+        .await
+        .text("stdout");
     assert!(!environment.contains("NOTIFY_SOCKET"), "{environment}");
     proc::signal(server.pid(), Signal::TERM);
     until("STOPPING=1");

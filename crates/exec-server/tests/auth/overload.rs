@@ -1,7 +1,7 @@
 //! More than a server accepts: which connections are refused, how, and which are unaffected.
 
 use exec_server_testkit::proc;
-use exec_server_testkit::wire::Start;
+use exec_server_testkit::wire::StartBuilder;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -102,7 +102,7 @@ async fn thousands_of_idle_connections_time_out_without_delaying_clients() {
         strangers.push(TcpStream::connect(address).await.unwrap());
     }
     let greeting = "echo hello";
-    let observed = client.run(Start::sh("p", greeting)).await;
+    let observed = client.run(StartBuilder::sh("p", greeting)).await;
     assert_eq!(observed.text("stdout"), "hello\n");
     let mut late = session_with(server.url(), "x").await;
     late.call("process/list", json!({})).await.unwrap();

@@ -1,12 +1,12 @@
 //! The scopes of tokens.
 
-use exec_server_testkit::wire::{self, Client, Start};
+use exec_server_testkit::wire::{self, StartBuilder, WireClient};
 use serde_json::{Value, json};
 
-use crate::{Files, session_with, start};
+use crate::{AuthFiles, session_with, start};
 
 /// Asserts that the method is refused because the token assert_needs_scope this scope.
-async fn assert_needs_scope(client: &mut Client, method: &str, params: Value, scope: &str) {
+async fn assert_needs_scope(client: &mut WireClient, method: &str, params: Value, scope: &str) {
     let failure = client.call(method, params).await.unwrap_err();
     assert_eq!(failure.code, -32600, "{method}: {failure}");
     let text = format!("`{method}` needs the scope `{scope}`, which this token does not have");
@@ -15,7 +15,7 @@ async fn assert_needs_scope(client: &mut Client, method: &str, params: Value, sc
 
 #[tokio::test]
 async fn token_allows_only_the_methods_of_its_scopes() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let mut args = vec!["--ws-auth".to_owned(), "capability-token".to_owned()];
     for (name, scopes) in [
         ("all", ""),
@@ -76,7 +76,7 @@ async fn token_allows_only_the_methods_of_its_scopes() {
 }
 
 /// A server with a token of all scopes, one for observing and one for reading files.
-async fn observed(files: &Files) -> exec_server_testkit::server::Server {
+async fn observed(files: &AuthFiles) -> exec_server_testkit::server::ServerProcess {
     let mut args = vec!["--ws-auth".to_owned(), "capability-token".to_owned()];
     for (name, scopes) in [
         ("all", ""),
@@ -93,11 +93,11 @@ async fn observed(files: &Files) -> exec_server_testkit::server::Server {
 
 #[tokio::test]
 async fn observe_scope_reads_output_of_other_sessions() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let server = observed(&files).await;
     let mut owner = session_with(server.url(), "all-token").await;
     let script = "echo seen; read line; exit 4";
-    owner.start(Start::sh("p", script).piped()).await;
+    owner.start(StartBuilder::sh("p", script).piped()).await;
     let there = json!({"processId": "p", "sessionId": owner.session_id()});
     let with = |field: &str, value: Value| {
         let mut params = there.clone();
@@ -141,12 +141,12 @@ async fn observe_scope_reads_output_of_other_sessions() {
 #[tokio::test]
 async fn reads_of_an_observer_acknowledge_nothing() {
     const BYTES: usize = 5_000_000;
-    let files = Files::new();
+    let files = AuthFiles::new();
     let server = observed(&files).await;
     let mut owner = session_with(server.url(), "all-token").await;
     let emit = format!("head -c {BYTES} /dev/zero");
     owner
-        .start(Start::sh("p", &emit).with("delivery", "pull"))
+        .start(StartBuilder::sh("p", &emit).with("delivery", "pull"))
         .await;
     owner.pulls("p");
     let mut observer = session_with(server.url(), "observer-token").await;
@@ -171,7 +171,7 @@ async fn reads_of_an_observer_acknowledge_nothing() {
 
 #[tokio::test]
 async fn session_is_resumed_only_with_the_token_of_its_owner() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let one = files.write("one", "one-token");
     let two = files.write("two", "two-token");
     let server = start(&[

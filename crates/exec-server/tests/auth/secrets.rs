@@ -1,11 +1,11 @@
 //! Server secrets hidden from sandboxed processes, and sandboxes in the audit log and metrics.
 
 use exec_server_testkit::proc;
-use exec_server_testkit::server::Server;
-use exec_server_testkit::wire::{Client, Start};
+use exec_server_testkit::server::ServerProcess;
+use exec_server_testkit::wire::{StartBuilder, WireClient};
 use serde_json::{Value, json};
 
-use crate::{Files, session_with, start, text_of};
+use crate::{AuthFiles, session_with, start, text_of};
 
 /// Everything readable, nothing writable, no network.
 fn read_only() -> Value {
@@ -26,10 +26,10 @@ fn policy(entries: Value) -> Value {
 }
 
 /// Whether `cat` can read a file, without a policy and under one.
-async fn readable(client: &mut Client, id: &str, path: &str) -> (bool, bool) {
-    let plain = Start::new(&format!("{id} plain"), &["cat", path]);
+async fn readable(client: &mut WireClient, id: &str, path: &str) -> (bool, bool) {
+    let plain = StartBuilder::new(&format!("{id} plain"), &["cat", path]);
     let plain = client.run(plain).await.exit_code() == 0;
-    let confined = Start::new(&format!("{id} confined"), &["cat", path]);
+    let confined = StartBuilder::new(&format!("{id} confined"), &["cat", path]);
     let confined = client.run(confined.with("sandbox", read_only())).await;
     let shown = confined.exit_code() == 0;
     assert_eq!(shown, !confined.text("stdout").is_empty(), "{path}");
@@ -38,7 +38,7 @@ async fn readable(client: &mut Client, id: &str, path: &str) -> (bool, bool) {
 
 #[tokio::test]
 async fn sandboxed_process_cannot_read_secrets_of_the_server() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let token = files.write("token", "tok123");
     let other = files.write("other", "no secret");
     let path = |name: &str| text_of(&files.path(name));
@@ -62,7 +62,7 @@ async fn sandboxed_process_cannot_read_secrets_of_the_server() {
         "--ws-token-file",
         &format!("ci={token}:exec"),
     ]);
-    let server = Server::listening(command, "wss://127.0.0.1:0").await;
+    let server = ServerProcess::listening(command, "wss://127.0.0.1:0").await;
     let mut client = session_with(server.url(), "tok123").await;
     for (id, path) in [
         ("token", &token),
@@ -84,7 +84,7 @@ async fn sandboxed_process_cannot_read_secrets_of_the_server() {
 
 #[tokio::test]
 async fn sandboxed_process_cannot_read_a_signing_secret_with_a_relative_path() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let secret = files.write("secret", &"s".repeat(32));
     // Contains nothing secret.
     let settings = files.write("settings.toml", "[limits]\nsessions = 100\n");
@@ -99,7 +99,7 @@ async fn sandboxed_process_cannot_read_a_signing_secret_with_a_relative_path() {
         "--ws-shared-secret-file",
         "secret",
     ]);
-    let server = Server::start(command).await;
+    let server = ServerProcess::start(command).await;
     let mut client = session_with(server.url(), token.trim()).await;
     let seen = readable(&mut client, "secret", &secret).await;
     assert_eq!(seen, (true, false));
@@ -109,17 +109,17 @@ async fn sandboxed_process_cannot_read_a_signing_secret_with_a_relative_path() {
 
 #[tokio::test]
 async fn sandbox_policies_are_audited_and_refusals_counted() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let log = text_of(&files.path("audit.jsonl"));
     let options = ["--audit-file", &log, "--metrics-listen", "127.0.0.1:0"];
     let server = start(&options).await;
     let mut client = session_with(server.url(), "x").await;
-    client.run(Start::sh("plain", "true")).await;
-    let confined = Start::sh("confined", "true").with("sandbox", read_only());
+    client.run(StartBuilder::sh("plain", "true")).await;
+    let confined = StartBuilder::sh("confined", "true").with("sandbox", read_only());
     client.run(confined).await;
     let disabled = json!({"windowsSandboxLevel": "disabled", "permissions": {"type": "disabled"}});
     client
-        .run(Start::sh("disabled", "true").with("sandbox", disabled))
+        .run(StartBuilder::sh("disabled", "true").with("sandbox", disabled))
         .await;
     // Refused because of their policies: a path outside the root, and a network without a manager.
     let mut outside = policy(json!([{
@@ -127,9 +127,9 @@ async fn sandbox_policies_are_audited_and_refusals_counted() {
         "access": "write",
     }]));
     outside["workspaceRoots"] = json!(["file:///tmp"]);
-    let refused = Start::sh("refused", "true").with("sandbox", outside);
+    let refused = StartBuilder::sh("refused", "true").with("sandbox", outside);
     client.refused("process/start", refused.0).await;
-    let managed = Start::sh("managed", "true").with("enforceManagedNetwork", true);
+    let managed = StartBuilder::sh("managed", "true").with("enforceManagedNetwork", true);
     client.refused("process/start", managed.0).await;
     // A file request is refused as well.
     let mut nowhere = policy(json!([{
@@ -141,9 +141,9 @@ async fn sandbox_policies_are_audited_and_refusals_counted() {
     let read = json!({"path": "file:///etc/passwd", "sandbox": nowhere});
     client.refused("fs/readFile", read).await;
     // Refused for other reasons.
-    let nothing = Start::new("nothing", &[]).with("sandbox", read_only());
+    let nothing = StartBuilder::new("nothing", &[]).with("sandbox", read_only());
     client.refused("process/start", nothing.0).await;
-    let missing = Start::new("missing", &["/no/such/program"]).with("sandbox", read_only());
+    let missing = StartBuilder::new("missing", &["/no/such/program"]).with("sandbox", read_only());
     client.refused("process/start", missing.0).await;
 
     let stderr = server.stderr();

@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt as _;
 
 use serde_json::Value;
 
-use crate::{Files, output, program, session_with, start, text_of};
+use crate::{AuthFiles, output, program, session_with, start, text_of};
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).trim().to_owned()
@@ -12,7 +12,7 @@ fn text(bytes: &[u8]) -> String {
 
 #[tokio::test]
 async fn token_new_writes_a_private_file_and_never_overwrites() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let path = text_of(&files.path("token"));
     let made = output(&["token", "new", "--out", &path]).await;
     assert!(made.status.success(), "{made:?}");
@@ -40,7 +40,7 @@ async fn token_new_writes_a_private_file_and_never_overwrites() {
 
 #[tokio::test]
 async fn signed_tokens_can_be_created_used_and_inspected() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let secret = files.write("secret", &"s".repeat(40));
     let server = start(&[
         "--ws-auth",
@@ -97,7 +97,7 @@ async fn signed_tokens_can_be_created_used_and_inspected() {
 
 #[tokio::test]
 async fn client_reads_token_from_file_or_variable_and_hides_it_from_commands() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let file = files.write("token", "tok123\n");
     let server = start(&["--ws-auth", "capability-token", "--ws-token-file", &file]).await;
     let run = |args: &[&str], env: &[(&str, &str)]| {

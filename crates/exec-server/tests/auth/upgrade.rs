@@ -4,13 +4,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server_testkit::proc;
-use exec_server_testkit::wire::Start;
+use exec_server_testkit::wire::StartBuilder;
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256, Sha512};
 
-use crate::{Files, connect_with, output, refuses, session_with, start, upgrade};
+use crate::{AuthFiles, connect_with, output, refuses, session_with, start, upgrade};
 
 const MISSING: &str = "missing websocket bearer token";
 const HEADER: &str = "invalid authorization header";
@@ -19,7 +19,7 @@ const JWT: &str = "invalid websocket jwt";
 
 #[tokio::test]
 async fn upgrade_requires_the_capability_token() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     // A newline at the end of the file is not part of the token.
     let file = files.write("token", "tok123\n");
     let server = start(&["--ws-auth", "capability-token", "--ws-token-file", &file]).await;
@@ -111,7 +111,7 @@ fn now() -> i64 {
 #[tokio::test]
 async fn upgrade_checks_signature_time_audience_and_issuer() {
     let secret = "s".repeat(32);
-    let files = Files::new();
+    let files = AuthFiles::new();
     let file = files.write("secret", &format!("{secret}\n"));
     let args = [
         "--ws-auth",
@@ -192,7 +192,7 @@ async fn upgrade_checks_signature_time_audience_and_issuer() {
 
 #[tokio::test]
 async fn conflicting_auth_flags_are_rejected() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let token = files.write("token", "tok123");
     let short = files.write("short", &"s".repeat(31));
     let secret = files.write("secret", &"s".repeat(32));
@@ -290,7 +290,7 @@ async fn conflicting_auth_flags_are_rejected() {
 
 #[tokio::test]
 async fn repeated_failures_of_an_address_are_slowed() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let file = files.write("token", "tok123");
     let server = start(&["--ws-auth", "capability-token", "--ws-token-file", &file]).await;
     let mut seen = Vec::new();
@@ -324,18 +324,19 @@ async fn only_listed_origins_are_accepted() {
 
 #[tokio::test]
 async fn listening_on_the_network_with_a_token_is_allowed() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let file = files.write("token", "tok123");
     let mut command = crate::program();
     command.args(["--ws-auth", "capability-token", "--ws-token-file", &file]);
-    let server = exec_server_testkit::server::Server::listening(command, "ws://0.0.0.0:0").await;
+    let server =
+        exec_server_testkit::server::ServerProcess::listening(command, "ws://0.0.0.0:0").await;
     let url = server.url().replace("0.0.0.0", "127.0.0.1");
     session_with(&url, "tok123").await;
 }
 
 #[tokio::test]
 async fn sighup_reloads_limits() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let limits = |sessions: usize, processes: usize| {
         files.write(
             "settings.toml",
@@ -352,8 +353,8 @@ async fn sighup_reloads_limits() {
         refused.message.contains("limit of 1 sessions"),
         "{refused:?}"
     );
-    client.start(Start::sh("a", "sleep 100")).await;
-    let start = Start::sh("b", "true").0;
+    client.start(StartBuilder::sh("a", "sleep 100")).await;
+    let start = StartBuilder::sh("b", "true").0;
     let refused = client.refused("process/start", start.clone()).await;
     assert!(refused.message.contains("limit of 1"), "{refused:?}");
 
@@ -366,7 +367,7 @@ async fn sighup_reloads_limits() {
 
 #[tokio::test]
 async fn sighup_reloads_tokens() {
-    let files = Files::new();
+    let files = AuthFiles::new();
     let file = files.write("token", "old-one");
     let mut server = start(&[
         "--ws-auth",

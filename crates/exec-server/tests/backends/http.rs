@@ -8,29 +8,29 @@ use std::time::Duration;
 use exec_server::http::{ExecutorHttp, HttpRequest};
 use exec_server::http_client::{HttpClient, HttpConfig};
 use exec_server::{
-    ExecServerClient, ExecServerConfig, ExecServerError, LocalHttp, RemoteExecServerConnectArgs,
-    Server, in_process,
+    ExecServer, ExecServerClient, ExecServerConfig, ExecServerError, LocalHttp,
+    RemoteExecServerConnectArgs, in_process,
 };
 use exec_server_testkit::proc::PATIENCE;
-use exec_server_testkit::server::Server as ServerProcess;
-use exec_server_testkit::site::{Site, answer, say};
+use exec_server_testkit::server::ServerProcess;
+use exec_server_testkit::site::{HttpSite, answer, say};
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 /// A name, a backend that makes requests, and the value that keeps it alive.
-type Subject = (&'static str, Box<dyn ExecutorHttp>, Box<dyn Any>);
+type HttpSubject = (&'static str, Box<dyn ExecutorHttp>, Box<dyn Any>);
 
 /// Each backend has the variable `OWN` in its environment.
-async fn subjects() -> Vec<Subject> {
+async fn subjects() -> Vec<HttpSubject> {
     let environment: BTreeMap<_, _> = [("OWN".to_owned(), "value".to_owned())].into();
     let config = HttpConfig {
         environment: environment.clone(),
         ..HttpConfig::default()
     };
     let local = LocalHttp::new(HttpClient::new(config));
-    let server = Server::new(ExecServerConfig {
+    let server = ExecServer::new(ExecServerConfig {
         environment,
         ..ExecServerConfig::default()
     });
@@ -50,7 +50,7 @@ async fn subjects() -> Vec<Subject> {
 
 #[tokio::test]
 async fn http_responses_are_the_same_on_every_backend() {
-    let site = Site::saying(answer(
+    let site = HttpSite::saying(answer(
         "201 Made",
         "x-a: 1\r\nx-b: 2\r\nx-a: 3\r\n",
         "hello",
@@ -91,7 +91,7 @@ async fn http_responses_are_the_same_on_every_backend() {
 
 #[tokio::test]
 async fn http_errors_have_the_same_codes_on_every_backend() {
-    let cut = Site::saying("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort").await;
+    let cut = HttpSite::saying("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort").await;
     for (name, http, _keep) in subjects().await {
         let code = |url: &str| {
             let request = HttpRequest::get(url);
@@ -121,7 +121,7 @@ async fn large_http_bodies_are_complete_and_dropped_ones_end() {
     const BYTES: usize = 40 << 20;
     let left = Arc::new(Semaphore::new(0));
     let reported = Arc::clone(&left);
-    let site = Site::start(move |asked, mut stream| {
+    let site = HttpSite::start(move |asked, mut stream| {
         let reported = Arc::clone(&reported);
         async move {
             if asked.path() == "/large" {

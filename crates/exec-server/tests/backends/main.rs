@@ -12,12 +12,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server::protocol::process::{
-    Delivery, Limits, SignalName, SignalScope, StartParams, Stream, TerminalSize, TerminateMode,
-    WaitUntil, WriteStatus,
+    Delivery, OutputStream, ProcessLimits, SignalName, SignalScope, StartParams, TerminalSize,
+    TerminateMode, WaitUntil, WriteStatus,
 };
 use exec_server::{CollectOptions, ExecProcessEvent, ReadRequest};
 
-use subjects::{Subject, command, exited, read_until, sh};
+use subjects::{BackendSubject, command, exited, read_until, sh};
 
 /// Makes each case a test for every backend.
 macro_rules! over_all_subjects {
@@ -66,7 +66,7 @@ mod cases {
     pub(super) use super::unified::cases::*;
     use super::*;
 
-    pub(super) async fn output_streams_and_exit_code_are_separate(subject: Subject) {
+    pub(super) async fn output_streams_and_exit_code_are_separate(subject: BackendSubject) {
         let process = subject.start(sh("echo out; echo err >&2; exit 7")).await;
         let output = process.output(CollectOptions::default()).await.unwrap();
         assert_eq!(output.stdout, b"out\n");
@@ -80,7 +80,7 @@ mod cases {
         assert!(exit.usage.unwrap().max_rss_bytes > 0);
     }
 
-    pub(super) async fn death_by_signal_is_reported(subject: Subject) {
+    pub(super) async fn death_by_signal_is_reported(subject: BackendSubject) {
         for tty in [false, true] {
             let process = subject
                 .start(StartParams {
@@ -97,7 +97,7 @@ mod cases {
         }
     }
 
-    pub(super) async fn start_errors_have_code_and_path(subject: Subject) {
+    pub(super) async fn start_errors_have_code_and_path(subject: BackendSubject) {
         let code = |params: StartParams| async {
             let error = subject.backend.start(params).await.unwrap_err();
             (error.code(), error.to_string())
@@ -127,9 +127,9 @@ mod cases {
             ..command(&["true"])
         };
         assert_eq!(code(odd).await.0, Some(-32602));
-        let limits = Some(Limits {
+        let limits = Some(ProcessLimits {
             processes: Some(0),
-            ..Limits::default()
+            ..ProcessLimits::default()
         });
         let (number, text) = code(StartParams {
             limits,
@@ -142,7 +142,7 @@ mod cases {
         );
     }
 
-    pub(super) async fn start_with_an_id_in_use_is_rejected(subject: Subject) {
+    pub(super) async fn start_with_an_id_in_use_is_rejected(subject: BackendSubject) {
         let params = StartParams {
             process_id: "same".to_owned(),
             ..sh("sleep 60")
@@ -156,7 +156,7 @@ mod cases {
         assert_eq!(exited(&*process).await.exit_code, 137);
     }
 
-    pub(super) async fn input_is_delivered_in_order_and_closed(subject: Subject) {
+    pub(super) async fn input_is_delivered_in_order_and_closed(subject: BackendSubject) {
         let cat = StartParams {
             pipe_stdin: true,
             ..command(&["cat"])
@@ -184,7 +184,7 @@ mod cases {
         );
     }
 
-    pub(super) async fn terminal_has_size_input_and_eof(subject: Subject) {
+    pub(super) async fn terminal_has_size_input_and_eof(subject: BackendSubject) {
         let size = Some(TerminalSize {
             rows: 33,
             cols: 111,
@@ -232,7 +232,7 @@ mod cases {
         assert_eq!(refused.code(), Some(-32600));
     }
 
-    pub(super) async fn signal_reaches_the_leader(subject: Subject) {
+    pub(super) async fn signal_reaches_the_leader(subject: BackendSubject) {
         let script = "trap 'echo caught; exit 4' USR2; echo ready; while :; do sleep 0.05; done";
         let process = subject.start(sh(script)).await;
         let mut events = process.events().unwrap();
@@ -254,7 +254,7 @@ mod cases {
             .unwrap();
     }
 
-    pub(super) async fn graceful_and_forced_terminate_end_the_tree(subject: Subject) {
+    pub(super) async fn graceful_and_forced_terminate_end_the_tree(subject: BackendSubject) {
         let polite = "trap 'echo bye; exit 3' TERM; echo ready; while :; do sleep 0.05; done";
         let process = subject.start(sh(polite)).await;
         let mut events = process.events().unwrap();
@@ -279,7 +279,7 @@ mod cases {
         assert!(!again.running);
     }
 
-    pub(super) async fn timeout_keeps_output_and_is_reported(subject: Subject) {
+    pub(super) async fn timeout_keeps_output_and_is_reported(subject: BackendSubject) {
         let slow = StartParams {
             timeout_ms: Some(200),
             grace_ms: Some(50),
@@ -291,10 +291,10 @@ mod cases {
         assert!(output.exit.unwrap().timed_out);
     }
 
-    pub(super) async fn open_files_limit_is_applied(subject: Subject) {
-        let limits = Some(Limits {
+    pub(super) async fn open_files_limit_is_applied(subject: BackendSubject) {
+        let limits = Some(ProcessLimits {
             open_files: Some(19),
-            ..Limits::default()
+            ..ProcessLimits::default()
         });
         let process = subject
             .start(StartParams {
@@ -306,7 +306,7 @@ mod cases {
         assert_eq!(output.stdout, b"19\n");
     }
 
-    pub(super) async fn wait_returns_at_its_timeout_and_at_exit(subject: Subject) {
+    pub(super) async fn wait_returns_at_its_timeout_and_at_exit(subject: BackendSubject) {
         let process = subject
             .start(StartParams {
                 pipe_stdin: true,
@@ -327,7 +327,7 @@ mod cases {
         assert_eq!(process.exited(None).await.unwrap(), Some(6));
     }
 
-    pub(super) async fn snapshot_keeps_head_and_tail(subject: Subject) {
+    pub(super) async fn snapshot_keeps_head_and_tail(subject: BackendSubject) {
         let process = subject.start(sh("seq 1 1000; echo oops >&2; exit 2")).await;
         process.wait(WaitUntil::Closed, None).await.unwrap();
         let whole = process.snapshot(None).await.unwrap();
@@ -341,7 +341,7 @@ mod cases {
         assert_eq!(cut.stderr.as_slice(), b"oops\n");
     }
 
-    pub(super) async fn read_continues_after_a_cursor(subject: Subject) {
+    pub(super) async fn read_continues_after_a_cursor(subject: BackendSubject) {
         let script = "echo one; read x; echo two; read x; exit 1";
         let process = subject
             .start(StartParams {
@@ -385,7 +385,7 @@ mod cases {
         assert_eq!(last.evicted, None);
     }
 
-    pub(super) async fn list_contains_the_running_process(subject: Subject) {
+    pub(super) async fn list_contains_the_running_process(subject: BackendSubject) {
         let process = subject.start(sh("sleep 60")).await;
         let listed = subject.backend.list().await.unwrap();
         let found = listed
@@ -399,7 +399,7 @@ mod cases {
         assert!(std::path::Path::new(&format!("/proc/{}", found.pid)).exists());
     }
 
-    pub(super) async fn large_output_is_complete(subject: Subject) {
+    pub(super) async fn large_output_is_complete(subject: BackendSubject) {
         let process = subject.start(sh("seq 1 2000000; seq 1 100000 >&2")).await;
         let output = process.output(CollectOptions::default()).await.unwrap();
         let expected = |last: usize| (1..=last).map(|n| format!("{n}\n")).collect::<String>();
@@ -416,7 +416,7 @@ mod cases {
         assert!(output.closed && !output.has_gaps);
     }
 
-    pub(super) async fn slow_consumer_gets_all_output(subject: Subject) {
+    pub(super) async fn slow_consumer_gets_all_output(subject: BackendSubject) {
         // More than all buffers on the way together, so that the process has to wait.
         let process = subject.start(sh("seq 1 4000000")).await;
         let mut events = process.events().unwrap();
@@ -425,7 +425,7 @@ mod cases {
         loop {
             match events.recv().await.unwrap() {
                 ExecProcessEvent::Output { seq, stream, chunk } => {
-                    assert_eq!((seq, stream), (next_seq, Stream::Stdout));
+                    assert_eq!((seq, stream), (next_seq, OutputStream::Stdout));
                     bytes += chunk.len();
                 }
                 ExecProcessEvent::Exited { .. } => {}
@@ -441,7 +441,7 @@ mod cases {
         assert_eq!(bytes, 30_888_896);
     }
 
-    pub(super) async fn pulled_output_is_complete(subject: Subject) {
+    pub(super) async fn pulled_output_is_complete(subject: BackendSubject) {
         let delivery = Some(Delivery::Pull);
         let process = subject
             .start(StartParams {
@@ -472,7 +472,7 @@ mod cases {
     }
 
     pub(super) async fn communicate_with_large_input_and_output_does_not_deadlock(
-        subject: Subject,
+        subject: BackendSubject,
     ) {
         let cat = StartParams {
             pipe_stdin: true,

@@ -7,21 +7,24 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use exec_server::fs::{Access, Links, ReadStream, Watch, WriteMode, WriteStream, uri};
+use exec_server::fs::{
+    AccessOptions, Links, ReadStreamOptions, WatchOptions, WriteMode, WriteStreamOptions, uri,
+};
 use exec_server::protocol::process::{
-    Delivery, SignalName, SignalScope, StartParams, Stream, TerminateMode, WaitUntil, WriteStatus,
+    Delivery, OutputStream, SignalName, SignalScope, StartParams, TerminateMode, WaitUntil,
+    WriteStatus,
 };
 use exec_server::transport::keepalive::KeepaliveConfig;
 use exec_server::transport::{ConnectOptions, connect};
 use exec_server::{
-    ConnectionState, ConnectionStates, Dialled, ExecBackend as _, ExecProcessEvent,
-    ExecProcessEvents, ExecServerClient, ExecServerClientConnectOptions, ExecServerConfig,
-    ExecServerError, ExecutorFileSystem as _, Listener, ProcessFailure,
-    RemoteExecServerConnectArgs, Server,
+    ConnectionState, ConnectionStates, DialledLink, ExecBackend as _, ExecProcessEvent,
+    ExecProcessEvents, ExecServer, ExecServerClient, ExecServerClientConnectOptions,
+    ExecServerConfig, ExecServerError, ExecutorFileSystem as _, Listener, ProcessFailure,
+    RemoteExecServerConnectArgs,
 };
 use exec_server_testkit::proc;
-use exec_server_testkit::proxy::{Cutter, Proxy};
-use exec_server_testkit::server::Server as ServerProcess;
+use exec_server_testkit::proxy::{LinkCutter, TcpProxy};
+use exec_server_testkit::server::ServerProcess;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::process::Command;
 
@@ -37,16 +40,16 @@ async fn soon<T>(future: impl Future<Output = T>) -> T {
 }
 
 /// A server in this process, on a free port.
-async fn server() -> (Server, String) {
+async fn server() -> (ExecServer, String) {
     serve(ExecServerConfig::default()).await
 }
 
-async fn serve(config: ExecServerConfig) -> (Server, String) {
+async fn serve(config: ExecServerConfig) -> (ExecServer, String) {
     let listener = Listener::tcp("127.0.0.1:0".parse().unwrap(), false)
         .await
         .unwrap();
     let url = listener.url().to_string();
-    let server = Server::new(config).unwrap();
+    let server = ExecServer::new(config).unwrap();
     tokio::spawn(listener.serve(server.clone()));
     (server, url)
 }
@@ -61,11 +64,14 @@ fn options() -> ExecServerClientConnectOptions {
 }
 
 /// A client whose connections go through a proxy.
-async fn through(proxy: &Proxy) -> ExecServerClient {
+async fn through(proxy: &TcpProxy) -> ExecServerClient {
     through_with(proxy, options()).await
 }
 
-async fn through_with(proxy: &Proxy, options: ExecServerClientConnectOptions) -> ExecServerClient {
+async fn through_with(
+    proxy: &TcpProxy,
+    options: ExecServerClientConnectOptions,
+) -> ExecServerClient {
     let mut args = RemoteExecServerConnectArgs::new(proxy.url(), "test");
     args.connect_timeout = Duration::from_secs(1);
     args.options = options;
@@ -100,7 +106,7 @@ async fn fails(client: &ExecServerClient) -> Arc<str> {
 
 /// The events that a consumer got from one process.
 #[derive(Debug, Default)]
-struct Seen {
+struct SeenEvents {
     stdout: Vec<u8>,
     stderr: Vec<u8>,
     exit_code: Option<i32>,
@@ -109,8 +115,8 @@ struct Seen {
 }
 
 /// Reads a process to its end, and checks that sequence numbers are consecutive.
-async fn all(mut events: ExecProcessEvents) -> Seen {
-    let mut seen = Seen::default();
+async fn all(mut events: ExecProcessEvents) -> SeenEvents {
+    let mut seen = SeenEvents::default();
     let mut last = 0;
     while let Some(event) = soon(events.recv()).await {
         match &event {
@@ -119,7 +125,7 @@ async fn all(mut events: ExecProcessEvents) -> Seen {
             } => {
                 assert_eq!(*seq, last + 1, "{event:?}");
                 match stream {
-                    Stream::Stderr => seen.stderr.extend_from_slice(chunk),
+                    OutputStream::Stderr => seen.stderr.extend_from_slice(chunk),
                     _ => seen.stdout.extend_from_slice(chunk),
                 }
             }
@@ -140,14 +146,14 @@ async fn all(mut events: ExecProcessEvents) -> Seen {
     seen
 }
 
-/// A client whose link a [`Cutter`] can cut.
-async fn cuttable(url: &str, cutter: &Arc<Cutter>) -> ExecServerClient {
+/// A client whose link a [`LinkCutter`] can cut.
+async fn cuttable(url: &str, cutter: &Arc<LinkCutter>) -> ExecServerClient {
     let (url, cutter) = (url.to_owned(), Arc::clone(cutter));
     let dial = move || {
         let (url, cutter) = (url.clone(), Arc::clone(&cutter));
         async move {
             let link = connect(&url, &ConnectOptions::default()).await?;
-            Ok::<_, ExecServerError>(Dialled::from(cutter.join(link)))
+            Ok::<_, ExecServerError>(DialledLink::from(cutter.join(link)))
         }
     };
     ExecServerClient::connect_with(dial, options())
@@ -181,7 +187,7 @@ async fn session(client: &ExecServerClient, delivery: Delivery) {
 /// Cuts the same session after every one of its messages, and the resumed connection too.
 async fn cut_everywhere(delivery: Delivery, later: &[u64]) {
     let (_server, url) = server().await;
-    let cutter = Cutter::new();
+    let cutter = LinkCutter::new();
     let client = cuttable(&url, &cutter).await;
     let before = cutter.passed();
     session(&client, delivery).await;
@@ -269,7 +275,7 @@ async fn gaps(mut events: ExecProcessEvents, expected: &[u8]) -> Vec<(u64, bool)
 }
 
 /// Cuts a link and waits until it is replaced.
-async fn cut_and_resume(proxy: &Proxy, client: &ExecServerClient) {
+async fn cut_and_resume(proxy: &TcpProxy, client: &ExecServerClient) {
     let accepted = proxy.accepted();
     proxy.cut();
     soon(async {
@@ -286,7 +292,7 @@ async fn cut_and_resume(proxy: &Proxy, client: &ExecServerClient) {
 async fn two_hundred_cuts_under_load_lose_no_output_unreported() {
     const CUTS: u64 = 200;
     let (_server, url) = server().await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     let client = through(&proxy).await;
     let flood = client
         .start(command(&["seq", "1", "5000000"]))
@@ -321,7 +327,7 @@ async fn two_hundred_cuts_under_load_lose_no_output_unreported() {
         if cut % 4 == 0 {
             let root = uri("/").unwrap();
             let files = client.file_system();
-            let found = soon(files.metadata(&root, Access::default())).await;
+            let found = soon(files.metadata(&root, AccessOptions::default())).await;
             assert!(found.unwrap().is_directory);
         }
         cut_and_resume(&proxy, &client).await;
@@ -344,7 +350,7 @@ async fn two_hundred_cuts_under_load_lose_no_output_unreported() {
 #[tokio::test]
 async fn link_cut_within_a_message_is_resumed() {
     let (_server, url) = server().await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     let client = through(&proxy).await;
     for bytes in (1..600).step_by(29) {
         proxy.cut_after(bytes);
@@ -356,7 +362,7 @@ async fn link_cut_within_a_message_is_resumed() {
 #[tokio::test]
 async fn slow_link_is_not_replaced() {
     let (_server, url) = server().await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     proxy.delay(Duration::from_millis(30));
     let client = through(&proxy).await;
     session(&client, Delivery::Push).await;
@@ -376,7 +382,7 @@ fn impatient() -> ExecServerClientConnectOptions {
 #[tokio::test]
 async fn silent_link_is_replaced_after_the_keepalive_deadline() {
     let (_server, url) = server().await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     let client = through_with(&proxy, impatient()).await;
     let process = client.start(sh("cat")).await.unwrap().process;
     let slow = "i=0; while [ $i -lt 200 ]; do i=$((i+1)); echo $i; sleep 0.01; done";
@@ -397,7 +403,7 @@ async fn silent_link_is_replaced_after_the_keepalive_deadline() {
 async fn twenty_seconds_without_network_lose_no_output() {
     const STILL: Duration = Duration::from_secs(20);
     let (_server, url) = server().await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     let watchful = through_with(&proxy, impatient()).await;
     let mut options = options();
     options.keepalive = KeepaliveConfig {
@@ -452,7 +458,7 @@ async fn twenty_seconds_without_network_lose_no_output() {
 #[tokio::test]
 async fn output_evicted_by_the_server_is_a_gap_of_its_size() {
     let (_server, url) = server().await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     let client = through(&proxy).await;
     let directory = tempfile::tempdir().unwrap();
     let (go, done) = (directory.path().join("go"), directory.path().join("done"));
@@ -501,7 +507,7 @@ async fn output_lost_on_both_sides_is_one_gap_of_its_size() {
         part.len() as u64 / 3 * 4
     }
     let (_server, url) = server().await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     let client = through(&proxy).await;
     let directory = tempfile::tempdir().unwrap();
     let file = |name: &str| directory.path().join(name);
@@ -562,7 +568,7 @@ async fn exit_during_a_disconnect_is_reported_after_the_resume() {
         ..ExecServerConfig::default()
     };
     let (_server, url) = serve(config).await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     let client = through(&proxy).await;
     let directory = tempfile::tempdir().unwrap();
     let go = directory.path().join("go");
@@ -591,7 +597,7 @@ async fn exit_during_a_disconnect_is_reported_after_the_resume() {
 async fn restarted_server_fails_the_session_and_accepts_a_new_one() {
     let start = || ServerProcess::start(Command::new(env!("CARGO_BIN_EXE_exec-server")));
     let first = start().await;
-    let proxy = Proxy::start(first.url()).await;
+    let proxy = TcpProxy::start(first.url()).await;
     let client = through(&proxy).await;
     let process = client.start(sh("sleep 600")).await.unwrap().process;
     let second = start().await;
@@ -614,7 +620,7 @@ async fn restarted_server_fails_the_session_and_accepts_a_new_one() {
 #[tokio::test]
 async fn abandoned_session_ends_with_its_processes() {
     let (_server, url) = server().await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     let client = through(&proxy).await;
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("pid");
@@ -649,7 +655,7 @@ async fn abandoned_session_ends_with_its_processes() {
 #[tokio::test]
 async fn recovery_fails_after_its_budget() {
     let (_server, url) = server().await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     let mut options = options();
     options.recovery.budget = Some(Duration::from_millis(300));
     let client = through_with(&proxy, options).await;
@@ -664,7 +670,7 @@ async fn recovery_fails_after_its_budget() {
 #[tokio::test]
 async fn session_is_attached_to_one_client_at_a_time() {
     let (_server, url) = server().await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     let mut patient = options();
     patient.recovery.budget = Some(Duration::from_secs(2));
     let first = through_with(&proxy, patient).await;
@@ -707,7 +713,7 @@ async fn session_is_attached_to_one_client_at_a_time() {
 #[tokio::test]
 async fn start_interrupted_by_a_cut_runs_once() {
     let (_server, url) = server().await;
-    let cutter = Cutter::new();
+    let cutter = LinkCutter::new();
     let directory = tempfile::tempdir().unwrap();
     let log = directory.path().join("log");
     // The request arrives and its response does not; or not even the request arrives.
@@ -734,7 +740,7 @@ async fn start_interrupted_by_a_cut_runs_once() {
 #[tokio::test]
 async fn signal_interrupted_by_a_cut_reports_an_unknown_outcome() {
     let (_server, url) = server().await;
-    let cutter = Cutter::new();
+    let cutter = LinkCutter::new();
     let client = cuttable(&url, &cutter).await;
     let process = client.start(sh("sleep 600")).await.unwrap().process;
     cutter.arm(1, &[]);
@@ -765,7 +771,7 @@ async fn signal_interrupted_by_a_cut_reports_an_unknown_outcome() {
 #[tokio::test]
 async fn file_streams_survive_cuts() {
     let (_server, url) = server().await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     let client = through(&proxy).await;
     let files = client.file_system();
     let directory = tempfile::tempdir().unwrap();
@@ -775,7 +781,7 @@ async fn file_streams_survive_cuts() {
     let path_uri = uri(&path).unwrap();
 
     let mut reader = files
-        .open_read(&path_uri, ReadStream::default())
+        .open_read(&path_uri, ReadStreamOptions::default())
         .await
         .unwrap();
     let mut read = Vec::new();
@@ -789,9 +795,9 @@ async fn file_streams_survive_cuts() {
 
     for mode in [WriteMode::Replace, WriteMode::Update] {
         let copy = directory.path().join("copy");
-        let stream = WriteStream {
+        let stream = WriteStreamOptions {
             mode,
-            ..WriteStream::default()
+            ..WriteStreamOptions::default()
         };
         let mut writer = files
             .open_write(&uri(&copy).unwrap(), stream)
@@ -807,9 +813,9 @@ async fn file_streams_survive_cuts() {
 
     // The temporary file is removed with its connection: nothing is replaced.
     let target = directory.path().join("atomic");
-    let stream = WriteStream {
+    let stream = WriteStreamOptions {
         mode: WriteMode::Atomic,
-        ..WriteStream::default()
+        ..WriteStreamOptions::default()
     };
     let mut writer = files
         .open_write(&uri(&target).unwrap(), stream)
@@ -832,14 +838,14 @@ async fn file_streams_survive_cuts() {
 #[tokio::test]
 async fn read_of_a_replaced_file_fails_after_a_cut() {
     let (_server, url) = server().await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     let client = through(&proxy).await;
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("data");
     std::fs::write(&path, vec![b'a'; 30_000_000]).unwrap();
     let files = client.file_system();
     let mut reader = files
-        .open_read(&uri(&path).unwrap(), ReadStream::default())
+        .open_read(&uri(&path).unwrap(), ReadStreamOptions::default())
         .await
         .unwrap();
     soon(reader.next_chunk()).await.unwrap();
@@ -857,12 +863,12 @@ async fn read_of_a_replaced_file_fails_after_a_cut() {
 #[tokio::test]
 async fn watches_continue_after_a_cut_with_an_overflow() {
     let (_server, url) = server().await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     let client = through(&proxy).await;
     let directory = tempfile::tempdir().unwrap();
     let files = client.file_system();
     let path = uri(directory.path()).unwrap();
-    let mut changes = files.watch(&path, Watch::default()).await.unwrap();
+    let mut changes = files.watch(&path, WatchOptions::default()).await.unwrap();
     let missing = directory.path().join("missing");
     let waiting = files.watch_missing(&[uri(&missing).unwrap()], None).await;
     let waiting = waiting.unwrap().expect("it is missing");
@@ -892,14 +898,14 @@ async fn watches_continue_after_a_cut_with_an_overflow() {
 #[tokio::test]
 async fn requests_interrupted_by_a_cut_are_repeated() {
     let (_server, url) = server().await;
-    let cutter = Cutter::new();
+    let cutter = LinkCutter::new();
     let client = cuttable(&url, &cutter).await;
     let files = client.file_system();
     let directory = tempfile::tempdir().unwrap();
     let path = uri(directory.path().join("file")).unwrap();
-    let access = || Access {
+    let access = || AccessOptions {
         links: Links::Follow,
-        ..Access::default()
+        ..AccessOptions::default()
     };
     for passed in 0..=2 {
         cutter.arm(passed, &[]);
@@ -925,9 +931,9 @@ async fn unix_socket_is_reconnected() {
     let directory = tempfile::tempdir().unwrap();
     let listener = Listener::unix(&directory.path().join("socket")).unwrap();
     let url = listener.url().to_string();
-    let server = Server::new(ExecServerConfig::default()).unwrap();
+    let server = ExecServer::new(ExecServerConfig::default()).unwrap();
     tokio::spawn(listener.serve(server.clone()));
-    let cutter = Cutter::new();
+    let cutter = LinkCutter::new();
     let client = cuttable(&url, &cutter).await;
     for count in 0..6 {
         cutter.arm(count, &[]);
@@ -964,7 +970,7 @@ async fn stdio_server_is_not_restarted_after_its_end() {
 #[tokio::test]
 async fn run_prints_all_output_across_cuts() {
     let (_server, url) = server().await;
-    let proxy = Proxy::start(&url).await;
+    let proxy = TcpProxy::start(&url).await;
     let script = "i=0; while [ $i -lt 300 ]; do i=$((i+1)); echo $i; sleep 0.01; done; exit 5";
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command

@@ -9,20 +9,20 @@ use std::time::Duration;
 use exec_server::executor::{Executor, ExecutorConfig};
 use exec_server::protocol::process::StartParams;
 use exec_server::{
-    ExecBackend, ExecProcess, ExecProcessEvent, ExecProcessEvents, ExecServerClient,
+    ExecBackend, ExecProcess, ExecProcessEvent, ExecProcessEvents, ExecServer, ExecServerClient,
     ExecServerClientConnectOptions, ExecServerConfig, Listener, LocalBackend, ProcessExit,
-    RemoteExecServerConnectArgs, Server, in_process as connect_in_process,
+    RemoteExecServerConnectArgs, in_process as connect_in_process,
 };
-use exec_server_testkit::server::Server as ServerProcess;
+use exec_server_testkit::server::ServerProcess;
 use tokio::process::Command;
 
 /// A backend and the value that keeps it alive.
-pub(crate) struct Subject {
+pub(crate) struct BackendSubject {
     pub(crate) backend: Arc<dyn ExecBackend>,
     _keep: Box<dyn Any + Send>,
 }
 
-impl Subject {
+impl BackendSubject {
     fn new(backend: impl ExecBackend + 'static, keep: impl Any + Send) -> Self {
         Self {
             backend: Arc::new(backend),
@@ -35,21 +35,21 @@ impl Subject {
     }
 }
 
-pub(crate) async fn local() -> Subject {
+pub(crate) async fn local() -> BackendSubject {
     let executor = Executor::new(ExecutorConfig::default()).unwrap();
-    Subject::new(LocalBackend::new(executor), ())
+    BackendSubject::new(LocalBackend::new(executor), ())
 }
 
-pub(crate) async fn in_process() -> Subject {
-    let server = Server::new(ExecServerConfig::default()).unwrap();
-    Subject::new(connect_in_process(&server).await.unwrap(), server)
+pub(crate) async fn in_process() -> BackendSubject {
+    let server = ExecServer::new(ExecServerConfig::default()).unwrap();
+    BackendSubject::new(connect_in_process(&server).await.unwrap(), server)
 }
 
-pub(crate) async fn stdio() -> Subject {
+pub(crate) async fn stdio() -> BackendSubject {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command.args(["--listen", "stdio"]);
     let options = ExecServerClientConnectOptions::new("test");
-    Subject::new(
+    BackendSubject::new(
         ExecServerClient::connect_stdio(command, options)
             .await
             .unwrap(),
@@ -57,26 +57,26 @@ pub(crate) async fn stdio() -> Subject {
     )
 }
 
-pub(crate) async fn unix() -> Subject {
+pub(crate) async fn unix() -> BackendSubject {
     let directory = tempfile::tempdir().unwrap();
     let listener = Listener::unix(&directory.path().join("socket")).unwrap();
     let url = listener.url().to_string();
-    let server = Server::new(ExecServerConfig::default()).unwrap();
+    let server = ExecServer::new(ExecServerConfig::default()).unwrap();
     tokio::spawn(listener.serve(server.clone()));
     let args = RemoteExecServerConnectArgs::new(url, "test");
-    Subject::new(
+    BackendSubject::new(
         ExecServerClient::connect(args).await.unwrap(),
         (server, directory),
     )
 }
 
-pub(crate) async fn websocket() -> Subject {
+pub(crate) async fn websocket() -> BackendSubject {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     // The other servers use one thread.
     command.args(["--threads", "3"]);
     let server = ServerProcess::start(command).await;
     let args = RemoteExecServerConnectArgs::new(server.url(), "test");
-    Subject::new(ExecServerClient::connect(args).await.unwrap(), server)
+    BackendSubject::new(ExecServerClient::connect(args).await.unwrap(), server)
 }
 
 /// Params for a command, with a new process id.

@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use exec_server::protocol::process::TerminateMode;
 use exec_server::unified::{
-    DirectRequest, ExecCommand, INTERRUPT, Launch, ProcessIo, UnifiedExec, UnifiedExecConfig,
-    WriteStdin,
+    CommandLaunch, DirectRequest, ExecCommand, INTERRUPT, ProcessIo, UnifiedExec,
+    UnifiedExecConfig, WriteStdin,
 };
 use exec_server::{ExecBackend, ExecServerClient, RemoteExecServerConnectArgs};
 use exec_server_testkit::proc;
-use exec_server_testkit::proxy::Proxy;
-use exec_server_testkit::server::Server as ServerProcess;
+use exec_server_testkit::proxy::TcpProxy;
+use exec_server_testkit::server::ServerProcess;
 use rustix::process::Signal;
 use tokio::process::Command;
 
@@ -19,7 +19,7 @@ fn launch(backend: &Arc<dyn ExecBackend>, io: ProcessIo, line: &str) -> ExecComm
     let cwd = "file:///".parse().unwrap();
     let mut request = DirectRequest::shell("/bin/sh", false, line, cwd);
     request.io = io;
-    let mut command = ExecCommand::new("call", Launch::direct(Arc::clone(backend), request));
+    let mut command = ExecCommand::new("call", CommandLaunch::direct(Arc::clone(backend), request));
     // Far more than any step here takes: the result must come before.
     command.yield_time = Some(Duration::from_secs(30));
     command
@@ -31,9 +31,9 @@ fn unified() -> UnifiedExec {
 
 pub(crate) mod cases {
     use super::*;
-    use crate::subjects::Subject;
+    use crate::subjects::BackendSubject;
 
-    pub(crate) async fn unified_command_returns_at_its_exit(subject: Subject) {
+    pub(crate) async fn unified_command_returns_at_its_exit(subject: BackendSubject) {
         let unified = unified();
         let command = launch(
             &subject.backend,
@@ -49,14 +49,14 @@ pub(crate) mod cases {
         let missing = launch(&subject.backend, ProcessIo::default(), "true");
         let mut params = missing.launch.params().clone();
         params.argv = vec!["/no/such/program".to_owned()];
-        let launch = Launch::prepared(Arc::clone(&subject.backend), params);
+        let launch = CommandLaunch::prepared(Arc::clone(&subject.backend), params);
         let error = unified.exec_command(ExecCommand::new("call", launch)).await;
         let error = error.unwrap_err().to_string();
         assert!(error.contains("`/no/such/program`"), "{error}");
         assert!(unified.sessions().is_empty());
     }
 
-    pub(crate) async fn unified_session_accepts_further_input(subject: Subject) {
+    pub(crate) async fn unified_session_accepts_further_input(subject: BackendSubject) {
         let unified = unified();
         let script = "stty -echo; printf 'name? '; read name; echo \"hello $name\"; sleep 600";
         let mut command = launch(&subject.backend, ProcessIo::Terminal(None), script);
@@ -83,7 +83,7 @@ pub(crate) mod cases {
         assert!(gone.is_err());
     }
 
-    pub(crate) async fn unified_interrupt_ends_the_command(subject: Subject) {
+    pub(crate) async fn unified_interrupt_ends_the_command(subject: BackendSubject) {
         let unified = unified();
         let mut command = launch(&subject.backend, ProcessIo::default(), "exec sleep 600");
         command.yield_time = Some(Duration::from_millis(250));
@@ -94,7 +94,9 @@ pub(crate) mod cases {
         assert_eq!(answer.exit_code, Some(130));
     }
 
-    pub(crate) async fn unified_output_beyond_the_budget_uses_bounded_memory(subject: Subject) {
+    pub(crate) async fn unified_output_beyond_the_budget_uses_bounded_memory(
+        subject: BackendSubject,
+    ) {
         const BYTES: u64 = 100_000_000;
         let unified = unified();
         // Warm-up, so that only the output itself is measured.
@@ -134,7 +136,7 @@ pub(crate) mod cases {
 #[tokio::test]
 async fn unified_call_continues_across_cuts() {
     let server = ServerProcess::start(Command::new(env!("CARGO_BIN_EXE_exec-server"))).await;
-    let proxy = Proxy::start(server.url()).await;
+    let proxy = TcpProxy::start(server.url()).await;
     let args = RemoteExecServerConnectArgs::new(proxy.url(), "test");
     let client = ExecServerClient::connect(args).await.unwrap();
     let backend: Arc<dyn ExecBackend> = Arc::new(client);

@@ -3,17 +3,17 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use exec_server_testkit::server::Server;
+use exec_server_testkit::server::ServerProcess;
 use serde_json::Value;
 
 use super::{BINARY, seen, server};
 
 /// A user's settings, and a directory for files.
-struct Home {
+struct UserHome {
     directory: tempfile::TempDir,
 }
 
-impl Home {
+impl UserHome {
     fn new() -> Self {
         Self {
             directory: tempfile::tempdir().unwrap(),
@@ -74,15 +74,15 @@ impl Home {
 }
 
 /// A server in this directory, so that `pwd` shows where a command ran.
-async fn server_in(directory: &Path, args: &[&str]) -> Server {
+async fn server_in(directory: &Path, args: &[&str]) -> ServerProcess {
     let mut command = tokio::process::Command::new(BINARY);
     command.args(args).current_dir(directory);
-    Server::start(command).await
+    ServerProcess::start(command).await
 }
 
 #[tokio::test]
 async fn every_command_accepts_an_environment() {
-    let home = Home::new();
+    let home = UserHome::new();
     let there = tempfile::tempdir().unwrap();
     let directory = there.path().canonicalize().unwrap();
     std::fs::write(home.path("token"), "tok123\n").unwrap();
@@ -146,7 +146,7 @@ async fn every_command_accepts_an_environment() {
 
 #[tokio::test]
 async fn flag_overrides_variable_and_variable_overrides_file() {
-    let home = Home::new();
+    let home = UserHome::new();
     let directories = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let [first, second] = directories
         .each_ref()
@@ -193,7 +193,7 @@ async fn flag_overrides_variable_and_variable_overrides_file() {
 
 #[tokio::test]
 async fn program_can_be_an_environment() {
-    let home = Home::new();
+    let home = UserHome::new();
     std::fs::create_dir(home.path("work")).unwrap();
     home.ok(&[
         "env",
@@ -231,7 +231,7 @@ async fn program_can_be_an_environment() {
 
 #[tokio::test]
 async fn env_status_reports_ready_and_failed_environments() {
-    let home = Home::new();
+    let home = UserHome::new();
     let server = server().await;
     home.ok(&["env", "add", "worker", server.url(), "--default"]);
     let all: Value = serde_json::from_str(&home.ok(&["env", "status", "--json"])).unwrap();
@@ -280,7 +280,7 @@ async fn env_status_reports_ready_and_failed_environments() {
 
 #[test]
 fn env_commands_keep_comments_and_order_of_the_file() {
-    let home = Home::new();
+    let home = UserHome::new();
     home.write("# mine\ndefault = \"b\" # for now\n\n# the first\n[[environments]]\nid = \"a\"\nurl = \"ws://a:1\"\n\n[[environments]]\nid = \"b\"\nurl = \"ws://b:1\"\n");
     home.fails(&["env", "add", "a", "ws://c:1"], &["`a`", "--force"]);
     home.ok(&["env", "add", "--force", "a", "ws://c:1"]);
@@ -348,7 +348,7 @@ fn env_commands_keep_comments_and_order_of_the_file() {
 
 #[test]
 fn env_errors_name_the_mistake() {
-    let home = Home::new();
+    let home = UserHome::new();
     home.fails(
         &["run", "--on", "nobody", "--", "true"],
         &["`nobody`", "there are: local"],

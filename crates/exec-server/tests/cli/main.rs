@@ -11,9 +11,11 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use bytes::Bytes;
-use exec_server::executor::log::Stream;
-use exec_server::executor::{Executor, ExecutorConfig, Process, Size, Spec, Stdio as ChildStdio};
-use exec_server_testkit::server::Server;
+use exec_server::executor::log::OutputStream;
+use exec_server::executor::{
+    Executor, ExecutorConfig, Process, ProcessSpec, PtySize, Stdio as ChildStdio,
+};
+use exec_server_testkit::server::ServerProcess;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_exec-server");
 
@@ -53,12 +55,12 @@ fn seen(output: &Output) -> (String, String, i32) {
     )
 }
 
-async fn server() -> Server {
-    Server::start(tokio::process::Command::new(BINARY)).await
+async fn server() -> ServerProcess {
+    ServerProcess::start(tokio::process::Command::new(BINARY)).await
 }
 
 /// A server, and both targets: local, and its URL.
-async fn targets() -> (Server, [Option<String>; 2]) {
+async fn targets() -> (ServerProcess, [Option<String>; 2]) {
     let server = server().await;
     let url = server.url().to_owned();
     (server, [None, Some(url)])
@@ -339,15 +341,15 @@ async fn in_terminal_with(url: Option<&str>, options: &[&str], script: &str) -> 
     argv.extend(options.iter().map(|&option| option.to_owned()));
     argv.extend(["--", "sh", "-c", script].map(str::to_owned));
     let env = [("PATH", "/usr/bin:/bin"), ("TERM", "xterm")];
-    let spec = Spec {
+    let spec = ProcessSpec {
         argv,
         cwd: "/".into(),
         env: env
             .into_iter()
             .map(|(name, value)| (name.to_owned(), value.to_owned()))
             .collect(),
-        stdio: ChildStdio::Terminal(Size { rows: 31, cols: 97 }),
-        ..Spec::default()
+        stdio: ChildStdio::Terminal(PtySize { rows: 31, cols: 97 }),
+        ..ProcessSpec::default()
     };
     executor.start(spec).await.unwrap()
 }
@@ -356,7 +358,7 @@ async fn until(process: &Process, wanted: &str) {
     let found = process.wait_for(|log| {
         let chunks = log.read(0, None).chunks.into_iter();
         let seen: Vec<u8> = chunks
-            .filter(|c| c.1 == Stream::Pty)
+            .filter(|c| c.1 == OutputStream::Pty)
             .flat_map(|c| c.2.to_vec())
             .collect();
         String::from_utf8_lossy(&seen)
@@ -364,7 +366,9 @@ async fn until(process: &Process, wanted: &str) {
             .then_some(())
     });
     let found = tokio::time::timeout(Duration::from_secs(30), found).await;
-    let all = process.with_log(|log| log.cut(Stream::Pty, None)).bytes;
+    let all = process
+        .with_log(|log| log.cut(OutputStream::Pty, None))
+        .bytes;
     found.unwrap_or_else(|_| panic!("no {wanted:?} in {:?}", text(&all)));
 }
 
@@ -440,7 +444,7 @@ async fn run_in_a_terminal_forwards_size_keys_and_interrupts() {
         until(&process, "31 97\r\nxterm\r\n").await;
         until(&process, "ready").await;
         process
-            .resize(Size {
+            .resize(PtySize {
                 rows: 40,
                 cols: 120,
             })

@@ -2,10 +2,10 @@
 
 use std::process::{Command, Stdio};
 
-use exec_server::executor::log::Stream;
-use exec_server::executor::{Executor, ExecutorConfig, Size, Spec, Stdio as ChildStdio};
+use exec_server::executor::log::OutputStream;
+use exec_server::executor::{Executor, ExecutorConfig, ProcessSpec, PtySize, Stdio as ChildStdio};
 use exec_server_testkit::proc::eventually;
-use exec_server_testkit::server::Server;
+use exec_server_testkit::server::ServerProcess;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use super::{BINARY, run_with, seen, server, text};
@@ -212,20 +212,22 @@ fn man_pages_and_completions_cover_every_command() {
 async fn on_terminal(args: &[&str]) -> (String, i32) {
     let executor = Executor::new(ExecutorConfig::default()).unwrap();
     let argv = std::iter::once(BINARY).chain(args.iter().copied());
-    let spec = Spec {
+    let spec = ProcessSpec {
         argv: argv.map(str::to_owned).collect(),
         cwd: "/".into(),
-        stdio: ChildStdio::Terminal(Size {
+        stdio: ChildStdio::Terminal(PtySize {
             rows: 31,
             cols: 120,
         }),
-        ..Spec::default()
+        ..ProcessSpec::default()
     };
     let process = executor.start(spec).await.unwrap();
     let ended = process.wait_for(|log| log.close().and(log.exit().cloned()));
     let exit = tokio::time::timeout(std::time::Duration::from_secs(30), ended);
     let exit = exit.await.expect("the end of the program");
-    let all = process.with_log(|log| log.cut(Stream::Pty, None)).bytes;
+    let all = process
+        .with_log(|log| log.cut(OutputStream::Pty, None))
+        .bytes;
     (text(&all).replace("\r\n", "\n"), exit.code)
 }
 
@@ -243,7 +245,7 @@ async fn no_arguments_on_a_terminal_print_an_introduction() {
         "{shown}"
     );
     // Without a terminal it starts a server, as programs that start it expect.
-    let server = Server::start(tokio::process::Command::new(BINARY)).await;
+    let server = ServerProcess::start(tokio::process::Command::new(BINARY)).await;
     assert!(
         server.url().starts_with("ws://127.0.0.1:"),
         "{}",
@@ -342,7 +344,7 @@ async fn refused_token_error_names_its_file() {
     let (right, wrong) = (file("right"), file("wrong"));
     let mut command = tokio::process::Command::new(BINARY);
     command.args(["--ws-auth", "capability-token", "--ws-token-file", &right]);
-    let server = Server::start(command).await;
+    let server = ServerProcess::start(command).await;
     let url = server.url();
     fails(
         &run_with(Some(url), &["ps", "--token-file", &wrong], b""),
@@ -374,7 +376,7 @@ async fn wrong_scheme_error_suggests_the_other_scheme() {
     );
     let mut command = tokio::process::Command::new(BINARY);
     command.arg("--tls-self-signed");
-    let secure = Server::listening(command, "wss://127.0.0.1:0").await;
+    let secure = ServerProcess::listening(command, "wss://127.0.0.1:0").await;
     let plain_url = secure.url().replacen("wss://", "ws://", 1);
     fails(
         &run_with(Some(&plain_url), &["ps"], b""),
@@ -527,7 +529,7 @@ async fn browser_gets_one_line_about_the_server() {
 async fn info_log_has_connections_sessions_and_processes() {
     let mut command = tokio::process::Command::new(BINARY);
     command.args(["--log", "info"]);
-    let server = Server::start(command).await;
+    let server = ServerProcess::start(command).await;
     let ran = run_with(Some(server.url()), &["run", "--", "true"], b"");
     assert_eq!(seen(&ran).2, 0);
     for line in [

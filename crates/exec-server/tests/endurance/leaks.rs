@@ -5,14 +5,15 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server::fs::{
-    Access, ReadDirectory, ReadStream, Search, Walk, Watch, WriteMode, WriteStream, uri,
+    AccessOptions, ReadDirectoryOptions, ReadStreamOptions, SearchOptions, TreeWalkOptions,
+    WatchOptions, WriteMode, WriteStreamOptions, uri,
 };
 use exec_server::protocol::process::{
     Condition, Delivery, SignalName, SignalScope, StartParams, TerminateMode, WaitUntil,
 };
 use exec_server::{
-    CollectOptions, ExecBackend as _, ExecServerClient, ExecutorFileSystem as _, Lifetime,
-    Listener, RemoteExecServerConnectArgs, Server, WaitForRequest, in_process,
+    CollectOptions, ExecBackend as _, ExecServer, ExecServerClient, ExecutorFileSystem as _,
+    Listener, RemoteExecServerConnectArgs, SessionLifetime, WaitForRequest, in_process,
 };
 
 use super::{PATIENCE, config, eventually, live_bytes, serially, served};
@@ -166,7 +167,7 @@ async fn waits_that_time_out_leave_no_memory() {
 #[tokio::test]
 async fn sessions_leave_no_memory() {
     let _one = serially().await;
-    let server = Server::new(config()).unwrap();
+    let server = ExecServer::new(config()).unwrap();
     leaves_nothing(30, async |number| {
         let client = in_process(&server).await.unwrap();
         let process = client.start(sh(number, "sleep 600")).await.unwrap().process;
@@ -190,7 +191,7 @@ async fn cuts_of_one_session_leave_no_memory() {
         .await
         .unwrap();
     let url = listener.url().to_string();
-    let server = Server::new(config()).unwrap();
+    let server = ExecServer::new(config()).unwrap();
     tokio::spawn(listener.serve(server.clone()));
     let connect = async |resume: Option<String>| {
         let mut args = RemoteExecServerConnectArgs::new(url.clone(), "test");
@@ -221,10 +222,10 @@ async fn cuts_of_one_session_leave_no_memory() {
 #[tokio::test]
 async fn connections_without_a_handshake_leave_no_memory() {
     let _one = serially().await;
-    let server = Server::new(config()).unwrap();
+    let server = ExecServer::new(config()).unwrap();
     leaves_nothing(100, async |number| {
         let (here, there) = exec_server::transport::Link::pair();
-        let served = server.serve(there, format!("peer {number}"), Lifetime::Connection);
+        let served = server.serve(there, format!("peer {number}"), SessionLifetime::Connection);
         drop(here);
         served.await;
     })
@@ -239,20 +240,26 @@ async fn open_files_and_streams_leave_no_memory() {
     let (_server, client) = served(config()).await;
     let files = client.file_system();
     leaves_nothing(30, async |_| {
-        let options = WriteStream {
+        let options = WriteStreamOptions {
             mode: WriteMode::Replace,
-            ..WriteStream::default()
+            ..WriteStreamOptions::default()
         };
         let mut writer = files.open_write(&path, options).await.unwrap();
         let chunk = Bytes::from(vec![7; 200_000]);
         writer.write_chunk(chunk.clone()).await.unwrap();
         writer.commit().await.unwrap();
-        let mut reader = files.open_read(&path, ReadStream::default()).await.unwrap();
+        let mut reader = files
+            .open_read(&path, ReadStreamOptions::default())
+            .await
+            .unwrap();
         let read = reader.next_chunk().await.unwrap().unwrap();
         assert_eq!(read[..], chunk[..read.len()]);
         // Dropped before its end.
         drop(reader);
-        let whole = files.read_file(&path, Access::default()).await.unwrap();
+        let whole = files
+            .read_file(&path, AccessOptions::default())
+            .await
+            .unwrap();
         assert_eq!(whole, chunk);
     })
     .await;
@@ -265,11 +272,11 @@ async fn a_file_that_is_sent_in_pieces_to_a_peer_that_leaves_holds_no_memory() {
     let path = directory.path().join("file");
     std::fs::write(&path, vec![7; 8 << 20]).unwrap();
     let path = path.display();
-    let server = Server::new(config()).unwrap();
+    let server = ExecServer::new(config()).unwrap();
     leaves_nothing(20, async |number| {
         let (mut here, there) = exec_server::transport::Link::pair();
         let name = format!("peer {number}");
-        let served = tokio::spawn(server.serve(there, name, Lifetime::Connection));
+        let served = tokio::spawn(server.serve(there, name, SessionLifetime::Connection));
         for text in [
             r#"{"id":1,"method":"initialize","params":{"clientName":"x"}}"#.to_owned(),
             r#"{"method":"initialized"}"#.to_owned(),
@@ -306,9 +313,9 @@ async fn watches_of_files_leave_no_memory() {
     let (_server, client) = served(config()).await;
     let files = client.file_system();
     leaves_nothing(30, async |number| {
-        let options = Watch {
+        let options = WatchOptions {
             recursive: true,
-            ..Watch::default()
+            ..WatchOptions::default()
         };
         let mut changes = files.watch(&path, options).await.unwrap();
         let file = directory.path().join("3").join("changed");
@@ -332,16 +339,16 @@ async fn listings_and_searches_leave_no_memory() {
     let files = client.file_system();
     leaves_nothing(30, async |_| {
         let entries = files
-            .read_directory(&path, ReadDirectory::default())
+            .read_directory(&path, ReadDirectoryOptions::default())
             .await
             .unwrap();
         assert_eq!(entries.len(), 50);
         let found = files
-            .search(&path, "needle", Search::default())
+            .search(&path, "needle", SearchOptions::default())
             .await
             .unwrap();
         assert_eq!(found.matches.len(), 50);
-        let walked = files.walk(&path, Walk::default()).await.unwrap();
+        let walked = files.walk(&path, TreeWalkOptions::default()).await.unwrap();
         assert_eq!(walked.entries.len(), 50);
     })
     .await;

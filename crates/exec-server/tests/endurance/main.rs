@@ -14,7 +14,7 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use cap::Cap;
-use exec_server::{ExecServerClient, ExecServerConfig, Server, in_process};
+use exec_server::{ExecServer, ExecServerClient, ExecServerConfig, in_process};
 use tokio::sync::{Mutex, MutexGuard};
 
 #[global_allocator]
@@ -57,8 +57,8 @@ fn config() -> ExecServerConfig {
 }
 
 /// A server in this process, and a client of it.
-async fn served(config: ExecServerConfig) -> (Server, ExecServerClient) {
-    let server = Server::new(config).unwrap();
+async fn served(config: ExecServerConfig) -> (ExecServer, ExecServerClient) {
+    let server = ExecServer::new(config).unwrap();
     let client = in_process(&server).await.unwrap();
     (server, client)
 }

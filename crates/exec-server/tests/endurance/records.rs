@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use exec_server::protocol::process::{Delivery, StartParams, WaitUntil};
 use exec_server::protocol::sandbox::{
-    Access, Entry, EntryPath, FileSystem, Network, Permissions, Sandbox, Special,
+    EntryPath, FilePermissions, NetworkPermission, PathAccess, Permissions, Sandbox, SandboxEntry,
+    SpecialPath,
 };
 use exec_server::{CollectOptions, ExecBackend as _, ExecServerConfig, ReadRequest};
 
@@ -59,19 +60,19 @@ async fn record_of_a_closed_process_uses_at_most_5_kib() {
 
 /// A policy that allows reading everything and nothing else.
 fn read_only() -> Sandbox {
-    let entry = Entry {
+    let entry = SandboxEntry {
         path: EntryPath::Special {
-            value: Special::Root,
+            value: SpecialPath::Root,
         },
-        access: Access::Read,
+        access: PathAccess::Read,
         missing_path_behavior: None,
     };
     Sandbox::new(Permissions::Managed {
-        file_system: FileSystem::Restricted {
+        file_system: FilePermissions::Restricted {
             entries: vec![entry],
             glob_scan_max_depth: None,
         },
-        network: Network::Restricted,
+        network: NetworkPermission::Restricted,
     })
 }
 

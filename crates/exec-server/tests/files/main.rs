@@ -12,19 +12,21 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 
 use exec_server::ExecServerError;
 use exec_server::fs::{
-    Access, Copy, CreateDirectory, DirectoryPages, Feature, Hash, Links, ReadDirectory, ReadStream,
-    Remove, Rename, Search, SetMetadata, Walk, WalkPages, Watch, WriteMode, WriteOptions,
-    WriteStream, child,
+    AccessOptions, CopyOptions, CreateDirectoryOptions, DirectoryPages, Feature, HashOptions,
+    Links, ReadDirectoryOptions, ReadStreamOptions, RemoveOptions, RenameOptions, SearchOptions,
+    SetMetadata, TreeWalkOptions, WalkPages, WatchOptions, WriteMode, WriteOptions,
+    WriteStreamOptions, child,
 };
 use exec_server::protocol::fs::{ChangeKind, SearchMatch, WalkKind, WatchIgnore};
 use exec_server::protocol::limits::MAX_WATCHES;
 use exec_server::protocol::sandbox::{
-    Access as Allowed, Entry, EntryPath, FileSystem, Network, Permissions, Sandbox, Special,
+    EntryPath, FilePermissions, NetworkPermission, PathAccess as Allowed, Permissions, Sandbox,
+    SandboxEntry, SpecialPath,
 };
 use exec_server::protocol::{PathUri, codes};
 use tokio::io::{AsyncReadExt as _, AsyncSeekExt as _, AsyncWriteExt as _};
 
-use subjects::Subject;
+use subjects::FilesSubject;
 
 /// Makes each case a test for every backend.
 macro_rules! over_all_subjects {
@@ -90,7 +92,7 @@ mod cases {
         outcome.err().unwrap().code()
     }
 
-    pub(super) async fn read_file_returns_what_write_file_wrote(subject: Subject) {
+    pub(super) async fn read_file_returns_what_write_file_wrote(subject: FilesSubject) {
         let uri = subject.uri("f");
         for len in [0, 1, 4096, 1 << 20, (1 << 20) + 1] {
             let data = pattern(len);
@@ -131,7 +133,7 @@ mod cases {
         assert_eq!(fs::read_dir(subject.directory.path()).unwrap().count(), 1);
     }
 
-    pub(super) async fn file_larger_than_a_message_is_streamed(subject: Subject) {
+    pub(super) async fn file_larger_than_a_message_is_streamed(subject: FilesSubject) {
         // More than one message can hold.
         let data = pattern(70 << 20);
         let uri = subject.uri("large");
@@ -144,7 +146,7 @@ mod cases {
         assert!(read.unwrap() == data);
     }
 
-    pub(super) async fn file_errors_have_code_and_path(subject: Subject) {
+    pub(super) async fn file_errors_have_code_and_path(subject: FilesSubject) {
         let files = &subject.files;
         let missing = subject.uri("missing/f");
         let outcomes = [
@@ -191,13 +193,13 @@ mod cases {
         assert_eq!(code(refused), Some(codes::INVALID_PARAMS));
     }
 
-    pub(super) async fn symlinks_are_refused_when_requested(subject: Subject) {
+    pub(super) async fn symlinks_are_refused_when_requested(subject: FilesSubject) {
         let files = &subject.files;
         fs::create_dir(subject.path("real")).unwrap();
         fs::write(subject.path("real/f"), "x").unwrap();
         symlink("real", subject.path("via")).unwrap();
         symlink("real/f", subject.path("leaf")).unwrap();
-        let access = Access {
+        let access = AccessOptions {
             links: Links::Refuse,
             sandbox: None,
         };
@@ -211,7 +213,10 @@ mod cases {
             };
             assert!(files.write_file(&uri, "y".into(), options).await.is_err());
             assert_eq!(
-                files.read_file(&uri, Access::default()).await.unwrap(),
+                files
+                    .read_file(&uri, AccessOptions::default())
+                    .await
+                    .unwrap(),
                 "x",
                 "{name}"
             );
@@ -220,7 +225,7 @@ mod cases {
         assert_eq!(read.unwrap(), "x");
     }
 
-    pub(super) async fn read_stream_returns_any_range(subject: Subject) {
+    pub(super) async fn read_stream_returns_any_range(subject: FilesSubject) {
         let data = pattern(5_000_001);
         fs::write(subject.path("f"), &data).unwrap();
         let uri = subject.uri("f");
@@ -232,7 +237,7 @@ mod cases {
         let mut read = Vec::new();
         stream.read_to_end(&mut read).await.unwrap();
         assert!(read == data);
-        let options = ReadStream {
+        let options = ReadStreamOptions {
             offset: 4_000_000,
             sandbox: None,
         };
@@ -251,13 +256,13 @@ mod cases {
         }
     }
 
-    pub(super) async fn write_stream_replaces_updates_and_truncates(subject: Subject) {
+    pub(super) async fn write_stream_replaces_updates_and_truncates(subject: FilesSubject) {
         let data = pattern(5_000_001);
         let uri = subject.uri("f");
         for mode in [WriteMode::Replace, WriteMode::Atomic, WriteMode::Update] {
-            let options = WriteStream {
+            let options = WriteStreamOptions {
                 mode,
-                ..WriteStream::default()
+                ..WriteStreamOptions::default()
             };
             let mut stream = subject.files.open_write(&uri, options).await.unwrap();
             for piece in data.chunks(77_777) {
@@ -270,7 +275,7 @@ mod cases {
                 fs::write(subject.path("f"), "old").unwrap();
             }
         }
-        let options = WriteStream {
+        let options = WriteStreamOptions {
             mode: WriteMode::Update,
             offset: 3,
             sandbox: None,
@@ -287,7 +292,7 @@ mod cases {
         assert_eq!(fs::read(subject.path("f")).unwrap(), b"");
     }
 
-    pub(super) async fn dropped_write_stream_leaves_the_file_unchanged(subject: Subject) {
+    pub(super) async fn dropped_write_stream_leaves_the_file_unchanged(subject: FilesSubject) {
         fs::write(subject.path("f"), "old").unwrap();
         let uri = subject.uri("f");
         let stream = subject.files.open_write(&uri, Default::default()).await;
@@ -312,14 +317,14 @@ mod cases {
         assert_eq!(fs::read(subject.path("f")).unwrap(), b"old");
     }
 
-    pub(super) async fn write_stream_fails_permanently_after_an_error(subject: Subject) {
+    pub(super) async fn write_stream_fails_permanently_after_an_error(subject: FilesSubject) {
         let uri = subject.uri("f");
         let stream = subject.files.open_write(&uri, Default::default()).await;
         let mut stream = stream.unwrap();
         // An offset beyond the largest file size.
-        let options = WriteStream {
+        let options = WriteStreamOptions {
             offset: u64::MAX >> 1,
-            ..WriteStream::default()
+            ..WriteStreamOptions::default()
         };
         let mut broken = subject.files.open_write(&uri, options).await.unwrap();
         broken.write_all(b"x").await.unwrap();
@@ -332,12 +337,12 @@ mod cases {
         assert_eq!(fs::read(subject.path("f")).unwrap(), b"fine");
     }
 
-    pub(super) async fn directories_are_created_listed_and_removed(subject: Subject) {
+    pub(super) async fn directories_are_created_listed_and_removed(subject: FilesSubject) {
         let files = &subject.files;
         let deep = subject.uri("a/b/c");
-        let once = CreateDirectory {
+        let once = CreateDirectoryOptions {
             recursive: false,
-            ..CreateDirectory::default()
+            ..CreateDirectoryOptions::default()
         };
         let refused = files.create_directory(&deep, once.clone()).await;
         assert_eq!(code(refused), Some(codes::NOT_FOUND));
@@ -353,7 +358,7 @@ mod cases {
         symlink("f", subject.path("a/to-f")).unwrap();
         symlink("nowhere", subject.path("a/dangling")).unwrap();
         let names = async |links| {
-            let options = ReadDirectory {
+            let options = ReadDirectoryOptions {
                 links,
                 sandbox: None,
             };
@@ -400,28 +405,28 @@ mod cases {
                 entry("to-f", false, true, Some("f")),
             ]
         );
-        let plain = Remove::default();
+        let plain = RemoveOptions::default();
         let refused = files.remove(&subject.uri("a"), plain.clone()).await;
         assert_eq!(code(refused), Some(codes::INTERNAL), "not empty");
         files
             .remove(&subject.uri("a/dangling"), plain.clone())
             .await
             .unwrap();
-        let tree = Remove {
+        let tree = RemoveOptions {
             recursive: true,
-            ..Remove::default()
+            ..RemoveOptions::default()
         };
         files.remove(&subject.uri("a"), tree.clone()).await.unwrap();
         let refused = files.remove(&subject.uri("a"), tree.clone()).await;
         assert_eq!(code(refused), Some(codes::NOT_FOUND));
-        let force = Remove {
+        let force = RemoveOptions {
             force: true,
             ..tree
         };
         files.remove(&subject.uri("a"), force).await.unwrap();
     }
 
-    pub(super) async fn file_names_with_any_bytes_round_trip(subject: Subject) {
+    pub(super) async fn file_names_with_any_bytes_round_trip(subject: FilesSubject) {
         let names: [&[u8]; 7] = [
             b"with space",
             b"new\nline",
@@ -466,7 +471,7 @@ mod cases {
         }
     }
 
-    pub(super) async fn walk_returns_a_bounded_tree(subject: Subject) {
+    pub(super) async fn walk_returns_a_bounded_tree(subject: FilesSubject) {
         for directory in ["a/b", "c", ".hidden/d"] {
             fs::create_dir_all(subject.path(directory)).unwrap();
         }
@@ -474,7 +479,11 @@ mod cases {
             fs::write(subject.path(file), "").unwrap();
         }
         let root = subject.uri("");
-        let walked = subject.files.walk(&root, Walk::default()).await.unwrap();
+        let walked = subject
+            .files
+            .walk(&root, TreeWalkOptions::default())
+            .await
+            .unwrap();
         let expected = [
             (".hidden", WalkKind::Directory),
             ("a", WalkKind::Directory),
@@ -497,28 +506,28 @@ mod cases {
             .collect();
         assert_eq!(found, expected);
         assert!(!walked.truncated && walked.errors.is_empty());
-        let bounded = Walk {
+        let bounded = TreeWalkOptions {
             max_entries: 2,
-            ..Walk::default()
+            ..TreeWalkOptions::default()
         };
         assert!(subject.files.walk(&root, bounded).await.unwrap().truncated);
-        let too_much = Walk {
+        let too_much = TreeWalkOptions {
             max_depth: 1000,
-            ..Walk::default()
+            ..TreeWalkOptions::default()
         };
         let refused = subject.files.walk(&root, too_much).await;
         assert_eq!(code(refused), Some(codes::INVALID_REQUEST));
     }
 
-    pub(super) async fn copy_and_rename_move_trees_and_files(subject: Subject) {
+    pub(super) async fn copy_and_rename_move_trees_and_files(subject: FilesSubject) {
         let files = &subject.files;
         fs::create_dir(subject.path("d")).unwrap();
         fs::write(subject.path("d/f"), "x").unwrap();
         symlink("f", subject.path("d/l")).unwrap();
         let (from, to) = (subject.uri("d"), subject.uri("e"));
-        let refused = files.copy(&from, &to, Copy::default()).await;
+        let refused = files.copy(&from, &to, CopyOptions::default()).await;
         assert_eq!(code(refused), Some(codes::INVALID_REQUEST));
-        let tree = Copy {
+        let tree = CopyOptions {
             recursive: true,
             sandbox: None,
         };
@@ -530,9 +539,9 @@ mod cases {
         );
         let (f, g) = (subject.uri("e/f"), subject.uri("d/f"));
         fs::write(subject.path("e/f"), "new").unwrap();
-        let refused = files.rename(&f, &g, Rename::default()).await;
+        let refused = files.rename(&f, &g, RenameOptions::default()).await;
         assert_eq!(code(refused), Some(codes::INVALID_REQUEST), "it is there");
-        let over = Rename {
+        let over = RenameOptions {
             overwrite: true,
             sandbox: None,
         };
@@ -543,7 +552,7 @@ mod cases {
         assert_eq!(canonical, subject.uri("d/f"));
     }
 
-    pub(super) async fn metadata_is_set_and_returned(subject: Subject) {
+    pub(super) async fn metadata_is_set_and_returned(subject: FilesSubject) {
         let files = &subject.files;
         fs::write(subject.path("f"), "hello").unwrap();
         let uri = subject.uri("f");
@@ -576,11 +585,11 @@ mod cases {
         }
     }
 
-    pub(super) async fn hash_covers_the_file_or_its_beginning(subject: Subject) {
+    pub(super) async fn hash_covers_the_file_or_its_beginning(subject: FilesSubject) {
         fs::write(subject.path("f"), "abcdef").unwrap();
         let uri = subject.uri("f");
         let hash = async |length| {
-            let options = Hash {
+            let options = HashOptions {
                 length,
                 sandbox: None,
             };
@@ -593,57 +602,63 @@ mod cases {
         assert_eq!(hash(Some(100)).await, hash(None).await);
     }
 
-    pub(super) async fn search_returns_matches_with_context(subject: Subject) {
+    pub(super) async fn search_returns_matches_with_context(subject: FilesSubject) {
         fs::create_dir(subject.path("sub")).unwrap();
         fs::write(subject.path("a.rs"), "one\nneedle (1)\nthree\n").unwrap();
         fs::write(subject.path("sub/b.txt"), "NEEDLE\n").unwrap();
         let root = subject.uri("");
-        let lines = async |pattern: &str, options: Search| {
+        let lines = async |pattern: &str, options: SearchOptions| {
             let found = subject.files.search(&root, pattern, options).await.unwrap();
             let line = |found: SearchMatch| (found.path, found.line, found.column, found.text);
             found.matches.into_iter().map(line).collect::<Vec<_>>()
         };
         let here = (subject.uri("a.rs"), 2, 1, "needle (1)".to_owned());
         let there = (subject.uri("sub/b.txt"), 1, 1, "NEEDLE".to_owned());
-        let found = lines("n..dle", Search::default()).await;
+        let found = lines("n..dle", SearchOptions::default()).await;
         assert_eq!(found, std::slice::from_ref(&here));
-        let any_case = Search {
+        let any_case = SearchOptions {
             case_sensitive: false,
-            ..Search::default()
+            ..SearchOptions::default()
         };
         assert_eq!(
             lines("needle", any_case.clone()).await,
             [here.clone(), there]
         );
-        let one_kind = Search {
+        let one_kind = SearchOptions {
             globs: vec!["*.rs".to_owned()],
             ..any_case
         };
         assert_eq!(lines("needle", one_kind).await, [here]);
-        let plain = Search {
+        let plain = SearchOptions {
             regex: false,
             context_lines: 1,
-            ..Search::default()
+            ..SearchOptions::default()
         };
         let found = subject.files.search(&root, "(1)", plain).await.unwrap();
         assert_eq!(found.matches[0].before, ["one"]);
         assert_eq!(found.matches[0].after, ["three"]);
-        let refused = subject.files.search(&root, "(", Search::default()).await;
+        let refused = subject
+            .files
+            .search(&root, "(", SearchOptions::default())
+            .await;
         assert_eq!(code(refused), Some(codes::INVALID_PARAMS));
         let missing = subject.uri("missing");
-        let refused = subject.files.search(&missing, "x", Search::default()).await;
+        let refused = subject
+            .files
+            .search(&missing, "x", SearchOptions::default())
+            .await;
         assert_eq!(code(refused), Some(codes::NOT_FOUND));
     }
 
-    pub(super) async fn watch_reports_changes_except_ignored_ones(subject: Subject) {
+    pub(super) async fn watch_reports_changes_except_ignored_ones(subject: FilesSubject) {
         fs::create_dir(subject.path("quiet")).unwrap();
-        let options = Watch {
+        let options = WatchOptions {
             ignore: WatchIgnore {
                 gitignore: false,
                 patterns: vec!["quiet".to_owned()],
             },
             debounce: std::time::Duration::from_millis(1),
-            ..Watch::default()
+            ..WatchOptions::default()
         };
         let root = subject.uri("");
         let mut changes = subject.files.watch(&root, options).await.unwrap();
@@ -681,18 +696,22 @@ mod cases {
         }
         drop(changes);
         let missing = subject.uri("missing");
-        let refused = subject.files.watch(&missing, Watch::default()).await;
+        let refused = subject.files.watch(&missing, WatchOptions::default()).await;
         assert_eq!(code(refused), Some(codes::NOT_FOUND));
         // More watches than allowed at a time: dropped ones are ended. One stays, so the tree stays
         // registered, so that the kernel's own limits do not matter.
-        let _stays = subject.files.watch(&root, Watch::default()).await.unwrap();
+        let _stays = subject
+            .files
+            .watch(&root, WatchOptions::default())
+            .await
+            .unwrap();
         for _ in 0..MAX_WATCHES * 3 {
-            let watch = subject.files.watch(&root, Watch::default()).await;
+            let watch = subject.files.watch(&root, WatchOptions::default()).await;
             drop(watch.unwrap());
         }
     }
 
-    pub(super) async fn watch_missing_reports_a_created_path(subject: Subject) {
+    pub(super) async fn watch_missing_reports_a_created_path(subject: FilesSubject) {
         let files = &subject.files;
         let (missing, present) = (subject.uri("a/b"), subject.uri(""));
         let wait = async |missing: &[PathUri]| {
@@ -710,17 +729,17 @@ mod cases {
     }
 
     /// A policy that lets everything be read but `secret`, and only `work` be written.
-    fn policy(subject: &Subject) -> Option<Sandbox> {
-        let entry = |name: &str, access| Entry {
+    fn policy(subject: &FilesSubject) -> Option<Sandbox> {
+        let entry = |name: &str, access| SandboxEntry {
             path: EntryPath::Path {
                 path: subject.uri(name),
             },
             access,
             missing_path_behavior: None,
         };
-        let root = Entry {
+        let root = SandboxEntry {
             path: EntryPath::Special {
-                value: Special::Root,
+                value: SpecialPath::Root,
             },
             access: Allowed::Read,
             missing_path_behavior: None,
@@ -729,17 +748,17 @@ mod cases {
         Some(restricted(vec![root, work, entry("secret", Allowed::Deny)]))
     }
 
-    fn restricted(entries: Vec<Entry>) -> Sandbox {
+    fn restricted(entries: Vec<SandboxEntry>) -> Sandbox {
         Sandbox::new(Permissions::Managed {
-            file_system: FileSystem::Restricted {
+            file_system: FilePermissions::Restricted {
                 entries,
                 glob_scan_max_depth: None,
             },
-            network: Network::Restricted,
+            network: NetworkPermission::Restricted,
         })
     }
 
-    pub(super) async fn policies_bind_every_operation(subject: Subject) {
+    pub(super) async fn policies_bind_every_operation(subject: FilesSubject) {
         for name in ["work", "secret", "other"] {
             fs::create_dir(subject.path(name)).unwrap();
             fs::write(subject.path(&format!("{name}/f")), name).unwrap();
@@ -747,7 +766,7 @@ mod cases {
         symlink("../secret/f", subject.path("work/link")).unwrap();
         let files = &subject.files;
         let sandbox = policy(&subject);
-        let access = || Access {
+        let access = || AccessOptions {
             links: Links::Follow,
             sandbox: sandbox.clone(),
         };
@@ -758,23 +777,32 @@ mod cases {
             let bound = files.read_file(file, access()).await.unwrap();
             assert_eq!(
                 bound,
-                files.read_file(file, Access::default()).await.unwrap()
+                files
+                    .read_file(file, AccessOptions::default())
+                    .await
+                    .unwrap()
             );
             let bound = files.metadata(file, access()).await.unwrap();
             assert_eq!(
                 bound,
-                files.metadata(file, Access::default()).await.unwrap()
+                files
+                    .metadata(file, AccessOptions::default())
+                    .await
+                    .unwrap()
             );
             let bound = files.canonicalize(file, sandbox.clone()).await.unwrap();
             assert_eq!(bound, *file);
-            let hash = Hash {
+            let hash = HashOptions {
                 sandbox: sandbox.clone(),
-                ..Hash::default()
+                ..HashOptions::default()
             };
             let bound = files.hash(file, hash).await.unwrap();
-            assert_eq!(bound, files.hash(file, Hash::default()).await.unwrap());
+            assert_eq!(
+                bound,
+                files.hash(file, HashOptions::default()).await.unwrap()
+            );
         }
-        let list = ReadDirectory {
+        let list = ReadDirectoryOptions {
             links: true,
             sandbox: sandbox.clone(),
         };
@@ -788,9 +816,9 @@ mod cases {
             .map(|entry| (&*entry.file_name, entry.symlink_target.as_deref()))
             .collect();
         assert_eq!(listed, [("f", None), ("link", Some("../secret/f"))]);
-        let walk = Walk {
+        let walk = TreeWalkOptions {
             sandbox: sandbox.clone(),
-            ..Walk::default()
+            ..TreeWalkOptions::default()
         };
         let walked = files
             .walk(&subject.uri("other"), walk.clone())
@@ -801,9 +829,9 @@ mod cases {
         let page = pages.next().await.unwrap().unwrap();
         assert_eq!((page.entries.len(), &page.entries[0].path), (1, &work));
         assert!(pages.next().await.unwrap().is_none());
-        let search = Search {
+        let search = SearchOptions {
             sandbox: sandbox.clone(),
-            ..Search::default()
+            ..SearchOptions::default()
         };
         let found = files
             .search(&subject.uri(""), "work|secret|other", search)
@@ -811,7 +839,7 @@ mod cases {
         let mut found: Vec<_> = found.unwrap().matches;
         found.retain(|found| found.path != work && found.path != other);
         assert_eq!(found, []);
-        let stream = ReadStream {
+        let stream = ReadStreamOptions {
             offset: 1,
             sandbox: sandbox.clone(),
         };
@@ -823,12 +851,12 @@ mod cases {
         // What is denied cannot be read, through a link neither.
         for file in [&secret, &subject.uri("work/link")] {
             assert!(code(files.read_file(file, access()).await).is_some());
-            let hash = Hash {
+            let hash = HashOptions {
                 sandbox: sandbox.clone(),
-                ..Hash::default()
+                ..HashOptions::default()
             };
             assert!(code(files.hash(file, hash).await).is_some());
-            let stream = ReadStream {
+            let stream = ReadStreamOptions {
                 offset: 0,
                 sandbox: sandbox.clone(),
             };
@@ -846,9 +874,9 @@ mod cases {
             let left = fs::read_to_string(subject.path(&format!("{name}/f")));
             assert_eq!(left.unwrap(), name);
         }
-        let watch = Watch {
+        let watch = WatchOptions {
             sandbox,
-            ..Watch::default()
+            ..WatchOptions::default()
         };
         let refused = code(files.watch(&subject.uri("work"), watch).await);
         assert_eq!(refused, Some(codes::INVALID_PARAMS));
@@ -856,7 +884,7 @@ mod cases {
 
     /// Does everything that changes files in a directory; all of it succeeds, or none.
     async fn write_everywhere(
-        subject: &Subject,
+        subject: &FilesSubject,
         name: &str,
         sandbox: &Option<Sandbox>,
         allowed: bool,
@@ -868,32 +896,32 @@ mod cases {
             sandbox: sandbox(),
             ..WriteOptions::default()
         };
-        let stream = |mode| WriteStream {
+        let stream = |mode| WriteStreamOptions {
             mode,
             offset: 0,
             sandbox: sandbox(),
         };
-        let directory = CreateDirectory {
+        let directory = CreateDirectoryOptions {
             sandbox: sandbox(),
-            ..CreateDirectory::default()
+            ..CreateDirectoryOptions::default()
         };
         let set = SetMetadata {
             mode: Some(0o600),
             sandbox: sandbox(),
             ..SetMetadata::default()
         };
-        let copy = Copy {
+        let copy = CopyOptions {
             sandbox: sandbox(),
-            ..Copy::default()
+            ..CopyOptions::default()
         };
-        let rename = Rename {
+        let rename = RenameOptions {
             sandbox: sandbox(),
-            ..Rename::default()
+            ..RenameOptions::default()
         };
-        let remove = Remove {
+        let remove = RemoveOptions {
             recursive: true,
             sandbox: sandbox(),
-            ..Remove::default()
+            ..RemoveOptions::default()
         };
         let streamed = async |mode, to: &PathUri| {
             let mut stream = files.open_write(to, stream(mode)).await?;
@@ -925,15 +953,15 @@ mod cases {
         }
     }
 
-    pub(super) async fn policies_that_cannot_be_resolved_are_refused(subject: Subject) {
-        let project = Entry {
+    pub(super) async fn policies_that_cannot_be_resolved_are_refused(subject: FilesSubject) {
+        let project = SandboxEntry {
             path: EntryPath::Special {
-                value: Special::ProjectRoots { subpath: None },
+                value: SpecialPath::ProjectRoots { subpath: None },
             },
             access: Allowed::Read,
             missing_path_behavior: None,
         };
-        let access = Access {
+        let access = AccessOptions {
             links: Links::Follow,
             sandbox: Some(restricted(vec![project])),
         };
@@ -943,7 +971,7 @@ mod cases {
         assert!(refused.to_string().contains("requires cwd"), "{refused}");
     }
 
-    pub(super) async fn listings_have_any_length(subject: Subject) {
+    pub(super) async fn listings_have_any_length(subject: FilesSubject) {
         const COUNT: usize = 50_100;
         let crowd = tempfile::tempdir_in("/dev/shm").unwrap();
         let first = crowd.path().join("00000");
@@ -953,7 +981,7 @@ mod cases {
         }
         let root = exec_server::fs::uri(crowd.path()).unwrap();
         assert!(subject.files.supports(Feature::Pages).await.unwrap());
-        let options = ReadDirectory::default();
+        let options = ReadDirectoryOptions::default();
         let mut listed = subject
             .files
             .read_directory(&root, options.clone())
@@ -971,7 +999,7 @@ mod cases {
         assert_eq!(counts, [50_000, 100]);
         assert!(pages.next().await.unwrap().is_none());
 
-        let mut pages = WalkPages::new(subject.files.clone(), &root, Walk::default());
+        let mut pages = WalkPages::new(subject.files.clone(), &root, TreeWalkOptions::default());
         let mut walked = Vec::new();
         while let Some(page) = pages.next().await.unwrap() {
             assert!(!page.truncated && page.errors.is_empty());
@@ -982,21 +1010,25 @@ mod cases {
             .map(|entry| child(&root, &entry.file_name).unwrap());
         assert!(walked.iter().map(|entry| entry.path.clone()).eq(expected));
         // As ever where pages were not asked for.
-        let whole = subject.files.walk(&root, Walk::default()).await.unwrap();
+        let whole = subject
+            .files
+            .walk(&root, TreeWalkOptions::default())
+            .await
+            .unwrap();
         assert!(whole.truncated && whole.entries.len() <= 50_000 && whole.next.is_none());
     }
 
-    pub(super) async fn sandbox_policy_is_enforced_or_refused(subject: Subject) {
-        let access = |permissions| Access {
+    pub(super) async fn sandbox_policy_is_enforced_or_refused(subject: FilesSubject) {
+        let access = |permissions| AccessOptions {
             links: Links::Follow,
             sandbox: Some(Sandbox::new(permissions)),
         };
         let nothing = Permissions::Managed {
-            file_system: FileSystem::Restricted {
+            file_system: FilePermissions::Restricted {
                 entries: Vec::new(),
                 glob_scan_max_depth: None,
             },
-            network: Network::Restricted,
+            network: NetworkPermission::Restricted,
         };
         let uri = subject.uri("");
         let refused = code(subject.files.metadata(&uri, access(nothing)).await);

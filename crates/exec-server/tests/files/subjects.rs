@@ -7,22 +7,22 @@ use std::sync::Arc;
 use exec_server::executor::{Executor, ExecutorConfig};
 use exec_server::protocol::PathUri;
 use exec_server::{
-    ExecServerClient, ExecServerClientConnectOptions, ExecServerConfig, ExecutorFileSystem,
-    Listener, LocalFileSystem, RemoteExecServerConnectArgs, Server,
+    ExecServer, ExecServerClient, ExecServerClientConnectOptions, ExecServerConfig,
+    ExecutorFileSystem, Listener, LocalFileSystem, RemoteExecServerConnectArgs,
     in_process as connect_in_process,
 };
-use exec_server_testkit::server::Server as ServerProcess;
+use exec_server_testkit::server::ServerProcess;
 use tempfile::TempDir;
 use tokio::process::Command;
 
 /// A file system, and a directory in it that the test also accesses directly.
-pub(crate) struct Subject {
+pub(crate) struct FilesSubject {
     pub(crate) files: Arc<dyn ExecutorFileSystem>,
     pub(crate) directory: TempDir,
     _keep: Box<dyn Any + Send>,
 }
 
-impl Subject {
+impl FilesSubject {
     fn new(files: impl ExecutorFileSystem + 'static, keep: impl Any + Send) -> Self {
         Self {
             files: Arc::new(files),
@@ -54,46 +54,46 @@ fn config() -> ExecServerConfig {
     }
 }
 
-pub(crate) async fn local() -> Subject {
+pub(crate) async fn local() -> FilesSubject {
     let config = ExecutorConfig {
         launcher: launcher(),
         ..ExecutorConfig::default()
     };
     let executor = Executor::new(config).unwrap();
-    Subject::new(LocalFileSystem::on(executor), ())
+    FilesSubject::new(LocalFileSystem::on(executor), ())
 }
 
-pub(crate) async fn in_process() -> Subject {
-    let server = Server::new(config()).unwrap();
+pub(crate) async fn in_process() -> FilesSubject {
+    let server = ExecServer::new(config()).unwrap();
     let client = connect_in_process(&server).await.unwrap();
-    Subject::new(client.file_system(), server)
+    FilesSubject::new(client.file_system(), server)
 }
 
-pub(crate) async fn stdio() -> Subject {
+pub(crate) async fn stdio() -> FilesSubject {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command.args(["--listen", "stdio"]);
     let options = ExecServerClientConnectOptions::new("test");
     let client = ExecServerClient::connect_stdio(command, options).await;
-    Subject::new(client.unwrap().file_system(), ())
+    FilesSubject::new(client.unwrap().file_system(), ())
 }
 
-pub(crate) async fn unix() -> Subject {
+pub(crate) async fn unix() -> FilesSubject {
     let directory = tempfile::tempdir().unwrap();
     let listener = Listener::unix(&directory.path().join("socket")).unwrap();
     let url = listener.url().to_string();
-    let server = Server::new(config()).unwrap();
+    let server = ExecServer::new(config()).unwrap();
     tokio::spawn(listener.serve(server.clone()));
     let args = RemoteExecServerConnectArgs::new(url, "test");
     let client = ExecServerClient::connect(args).await.unwrap();
-    Subject::new(client.file_system(), (server, directory))
+    FilesSubject::new(client.file_system(), (server, directory))
 }
 
-pub(crate) async fn websocket() -> Subject {
+pub(crate) async fn websocket() -> FilesSubject {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     // The other servers use one thread.
     command.args(["--threads", "3"]);
     let server = ServerProcess::start(command).await;
     let args = RemoteExecServerConnectArgs::new(server.url(), "test");
     let client = ExecServerClient::connect(args).await.unwrap();
-    Subject::new(client.file_system(), server)
+    FilesSubject::new(client.file_system(), server)
 }

@@ -12,7 +12,7 @@ use exec_server::fs::uri;
 use exec_server::transfer::{TransferError, TransferOptions, TransferReport, download, upload};
 
 use crate::pattern;
-use crate::subjects::Subject;
+use crate::subjects::FilesSubject;
 
 crate::over_all_subjects! { transfers:
     uploaded_tree_is_downloaded_unchanged;
@@ -31,7 +31,7 @@ fn options(archive: bool) -> TransferOptions {
 }
 
 async fn send(
-    subject: &Subject,
+    subject: &FilesSubject,
     from: &Path,
     to: &str,
     options: TransferOptions,
@@ -40,7 +40,7 @@ async fn send(
 }
 
 async fn fetch(
-    subject: &Subject,
+    subject: &FilesSubject,
     from: &str,
     to: &Path,
     options: TransferOptions,
@@ -128,7 +128,7 @@ fn tree(root: &Path) {
     set(&root.join("sub"), 0o750, 1_400_000_001);
 }
 
-pub(crate) async fn uploaded_tree_is_downloaded_unchanged(subject: Subject) {
+pub(crate) async fn uploaded_tree_is_downloaded_unchanged(subject: FilesSubject) {
     let here = tempfile::tempdir().unwrap();
     let source = here.path().join("source");
     fs::create_dir(&source).unwrap();
@@ -179,7 +179,7 @@ pub(crate) async fn uploaded_tree_is_downloaded_unchanged(subject: Subject) {
     );
 }
 
-pub(crate) async fn failures_of_single_files_are_listed(subject: Subject) {
+pub(crate) async fn failures_of_single_files_are_listed(subject: FilesSubject) {
     let here = tempfile::tempdir().unwrap();
     let source = here.path().join("source");
     fs::create_dir_all(source.join("d")).unwrap();
@@ -228,7 +228,7 @@ pub(crate) async fn failures_of_single_files_are_listed(subject: Subject) {
     ));
 }
 
-pub(crate) async fn transfer_does_not_write_through_existing_links(subject: Subject) {
+pub(crate) async fn transfer_does_not_write_through_existing_links(subject: FilesSubject) {
     let here = tempfile::tempdir().unwrap();
     let source = here.path().join("source");
     fs::create_dir_all(source.join("sub")).unwrap();
@@ -257,7 +257,7 @@ pub(crate) async fn transfer_does_not_write_through_existing_links(subject: Subj
     assert_eq!(fs::read(outside).unwrap(), b"old");
 }
 
-pub(crate) async fn interrupted_upload_is_resumed(subject: Subject) {
+pub(crate) async fn interrupted_upload_is_resumed(subject: FilesSubject) {
     let here = tempfile::tempdir().unwrap();
     let source = here.path().join("image");
     let data = pattern(12 << 20);
@@ -301,7 +301,7 @@ pub(crate) async fn interrupted_upload_is_resumed(subject: Subject) {
     assert_eq!(fs::read(subject.path("image")).unwrap(), b"old");
 }
 
-pub(crate) async fn interrupted_download_is_resumed(subject: Subject) {
+pub(crate) async fn interrupted_download_is_resumed(subject: FilesSubject) {
     let here = tempfile::tempdir().unwrap();
     let data = pattern(12 << 20);
     fs::write(subject.path("image"), &data).unwrap();
@@ -327,7 +327,7 @@ pub(crate) async fn interrupted_download_is_resumed(subject: Subject) {
     assert!(fs::read(&target).unwrap() == data);
 }
 
-pub(crate) async fn two_thousand_small_files_are_transferred(subject: Subject) {
+pub(crate) async fn two_thousand_small_files_are_transferred(subject: FilesSubject) {
     let here = tempfile::tempdir().unwrap();
     let source = here.path().join("source");
     for directory in 0..20 {

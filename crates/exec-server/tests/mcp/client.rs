@@ -6,7 +6,7 @@ use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use exec_server_testkit::proc;
-use exec_server_testkit::server::Server;
+use exec_server_testkit::server::ServerProcess;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader, Lines};
@@ -29,7 +29,7 @@ pub(crate) fn program(work: &Path) -> Command {
 }
 
 /// A client and the server process that it started.
-pub(crate) struct Client {
+pub(crate) struct McpClient {
     child: Child,
     stdin: Option<ChildStdin>,
     lines: Lines<BufReader<ChildStdout>>,
@@ -39,7 +39,7 @@ pub(crate) struct Client {
     pub(crate) notices: VecDeque<Value>,
 }
 
-impl Client {
+impl McpClient {
     /// Starts `exec-server mcp` in a directory and initializes.
     pub(crate) async fn start(work: &Path, args: &[&str]) -> Self {
         let mut command = program(work);
@@ -185,7 +185,7 @@ pub(crate) async fn until(what: &str, holds: impl Fn() -> bool) {
 }
 
 /// Kills a server without a graceful shutdown; its guardian cleans up.
-pub(crate) fn kill(server: &Server) {
+pub(crate) fn kill(server: &ServerProcess) {
     for child in proc::children(server.pid()) {
         proc::signal(u32::try_from(child).unwrap(), Signal::KILL);
     }

@@ -3,8 +3,8 @@
 use std::process::Stdio;
 use std::time::Duration;
 
-use exec_server_testkit::codex::{self, Home};
-use exec_server_testkit::fake_model::{Call, FakeModel, Turn};
+use exec_server_testkit::codex::{self, CodexHome};
+use exec_server_testkit::fake_model::{FakeModel, FunctionCall, ModelTurn};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::Command;
@@ -143,22 +143,22 @@ async fn python_sdk_works_through_mcp_proxy() {
 #[tokio::test]
 async fn codex_cli_calls_exec_server_tools() {
     let model = FakeModel::start([
-        Turn::Calls(vec![Call::mcp(
+        ModelTurn::Calls(vec![FunctionCall::mcp(
             "c1",
             "box",
             "exec_command",
             json!({"cmd": "echo from the box; exit 4"}),
         )]),
-        Turn::Calls(vec![Call::mcp(
+        ModelTurn::Calls(vec![FunctionCall::mcp(
             "c2",
             "box",
             "write_file",
             json!({"path": "made.txt", "content": "by a tool\n"}),
         )]),
-        Turn::Message("done".to_owned()),
+        ModelTurn::Message("done".to_owned()),
     ])
     .await;
-    let home = Home::new();
+    let home = CodexHome::new();
     let config = format!(
         "[mcp_servers.box]\ncommand = {:?}\nargs = [\"mcp\", \"--cwd\", {:?}]\nstartup_timeout_sec = 60\n",
         env!("CARGO_BIN_EXE_exec-server"),

@@ -2,11 +2,11 @@
 
 use serde_json::{Value, json};
 
-use crate::client::{Client, runs, text, until};
+use crate::client::{McpClient, runs, text, until};
 
-async fn started() -> (tempfile::TempDir, Client) {
+async fn started() -> (tempfile::TempDir, McpClient) {
     let work = tempfile::tempdir().unwrap();
-    let client = Client::start(work.path(), &[]).await;
+    let client = McpClient::start(work.path(), &[]).await;
     (work, client)
 }
 
@@ -49,7 +49,7 @@ async fn tools_list_returns_every_tool_with_schemas() {
 #[tokio::test]
 async fn tools_option_limits_the_offered_tools() {
     let work = tempfile::tempdir().unwrap();
-    let mut client = Client::start(work.path(), &["--tools", "read_file,list_dir"]).await;
+    let mut client = McpClient::start(work.path(), &["--tools", "read_file,list_dir"]).await;
     let listed = client.ok("tools/list", json!({})).await;
     assert_eq!(listed["tools"].as_array().unwrap().len(), 2);
     let params = json!({"name": "exec_command", "arguments": {"cmd": "true"}});
@@ -208,7 +208,7 @@ async fn sandbox_option_applies_to_commands_and_files() {
     let work = tempfile::tempdir().unwrap();
     let outside = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let target = outside.path().join("x");
-    let mut client = Client::start(work.path(), &["--sandbox", "read-only"]).await;
+    let mut client = McpClient::start(work.path(), &["--sandbox", "read-only"]).await;
     let cmd = format!("echo x > {}", target.display());
     let refused = client.tool("exec_command", json!({"cmd": cmd})).await;
     assert_ne!(refused["exit_code"], 0, "{refused}");

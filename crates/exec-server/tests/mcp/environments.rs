@@ -1,15 +1,15 @@
 //! Tools on other machines, and on several.
 
-use exec_server_testkit::server::Server;
+use exec_server_testkit::server::ServerProcess;
 use serde_json::json;
 
-use crate::client::{Client, kill, program};
+use crate::client::{McpClient, kill, program};
 
 #[tokio::test]
 async fn tools_run_on_the_server_of_the_url() {
     let (work, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let server = Server::start(program(there.path())).await;
-    let mut client = Client::start(work.path(), &["--on", server.url()]).await;
+    let server = ServerProcess::start(program(there.path())).await;
+    let mut client = McpClient::start(work.path(), &["--on", server.url()]).await;
     // Relative paths start at the working directory of the server.
     let written = json!({"path": "a", "content": "there"});
     client.tool("write_file", written).await;
@@ -29,9 +29,9 @@ async fn tools_run_on_the_server_of_the_url() {
 #[tokio::test]
 async fn environment_id_selects_among_several_environments() {
     let (work, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let server = Server::start(program(there.path())).await;
+    let server = ServerProcess::start(program(there.path())).await;
     let url = server.url().to_owned();
-    let mut client = Client::start(work.path(), &["--on", "local", "--with", &url]).await;
+    let mut client = McpClient::start(work.path(), &["--on", "local", "--with", &url]).await;
     let listed = client.ok("tools/list", json!({})).await;
     let properties = &listed["tools"][0]["inputSchema"]["properties"];
     assert!(properties["environment_id"].is_object(), "{listed}");
@@ -77,7 +77,7 @@ async fn unreachable_server_is_a_start_error() {
     let work = tempfile::tempdir().unwrap();
     let mut command = program(work.path());
     command.args(["mcp", "--on", "ws://127.0.0.1:1"]);
-    let (status, stderr) = Client::spawn(command).ended().await;
+    let (status, stderr) = McpClient::spawn(command).ended().await;
     assert_eq!(status.code(), Some(1));
     assert!(stderr.contains("ws://127.0.0.1:1"), "{stderr}");
 }

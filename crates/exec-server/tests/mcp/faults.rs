@@ -2,12 +2,12 @@
 
 use serde_json::{Value, json};
 
-use crate::client::{Client, program, runs, until};
+use crate::client::{McpClient, program, runs, until};
 
 #[tokio::test]
 async fn invalid_messages_do_not_end_the_server() {
     let work = tempfile::tempdir().unwrap();
-    let mut client = Client::start(work.path(), &[]).await;
+    let mut client = McpClient::start(work.path(), &[]).await;
     for line in [
         "",
         "garbage",
@@ -34,7 +34,7 @@ async fn invalid_messages_do_not_end_the_server() {
 #[tokio::test]
 async fn unknown_tools_arguments_and_paths_are_rejected() {
     let work = tempfile::tempdir().unwrap();
-    let mut client = Client::start(work.path(), &[]).await;
+    let mut client = McpClient::start(work.path(), &[]).await;
     let unknown = json!({"name": "no_such_tool", "arguments": {}});
     let error = client.refused("tools/call", unknown).await;
     assert_eq!(error["code"], -32602, "{error}");
@@ -82,7 +82,7 @@ async fn unknown_tools_arguments_and_paths_are_rejected() {
 #[tokio::test]
 async fn yield_time_is_clamped() {
     let work = tempfile::tempdir().unwrap();
-    let mut client = Client::start(work.path(), &[]).await;
+    let mut client = McpClient::start(work.path(), &[]).await;
     let arguments = json!({"cmd": "exec sleep 600", "yield_time_ms": 0});
     let first = client.tool("exec_command", arguments).await;
     assert!(
@@ -102,7 +102,7 @@ async fn yield_time_is_clamped() {
 #[tokio::test]
 async fn cancelled_call_ends_its_command() {
     let work = tempfile::tempdir().unwrap();
-    let mut client = Client::start(work.path(), &[]).await;
+    let mut client = McpClient::start(work.path(), &[]).await;
     // A command that can be interrupted, and one that ignores signals.
     for (word, cmd) in [
         ("7201", "exec sleep 7201"),
@@ -126,7 +126,7 @@ async fn cancelled_call_ends_its_command() {
 #[tokio::test]
 async fn disconnect_ends_the_commands_of_the_client() {
     let work = tempfile::tempdir().unwrap();
-    let mut client = Client::start(work.path(), &[]).await;
+    let mut client = McpClient::start(work.path(), &[]).await;
     let arguments = json!({"cmd": "setsid sleep 7301 & exec sleep 7301", "yield_time_ms": 250});
     client.tool("exec_command", arguments).await;
     // And one in the middle of a call.
@@ -146,7 +146,7 @@ async fn disconnect_before_the_handshake_exits_with_1() {
     let work = tempfile::tempdir().unwrap();
     let mut command = program(work.path());
     command.arg("mcp");
-    let mut client = Client::spawn(command);
+    let mut client = McpClient::spawn(command);
     client.hang_up();
     let (status, stderr) = client.ended().await;
     assert_eq!(status.code(), Some(1), "{stderr}");
@@ -155,7 +155,7 @@ async fn disconnect_before_the_handshake_exits_with_1() {
 #[tokio::test]
 async fn concurrent_calls_beyond_the_limit_are_rejected() {
     let work = tempfile::tempdir().unwrap();
-    let mut client = Client::start(work.path(), &[]).await;
+    let mut client = McpClient::start(work.path(), &[]).await;
     let mut ids = Vec::new();
     for _ in 0..200 {
         let arguments = json!({"cmd": "true"});

@@ -2,11 +2,11 @@
 
 use serde_json::json;
 
-use crate::client::{Client, text};
+use crate::client::{McpClient, text};
 
-async fn started() -> (tempfile::TempDir, Client) {
+async fn started() -> (tempfile::TempDir, McpClient) {
     let work = tempfile::tempdir().unwrap();
-    let client = Client::start(work.path(), &[]).await;
+    let client = McpClient::start(work.path(), &[]).await;
     (work, client)
 }
 

@@ -12,12 +12,12 @@ use tokio::time::timeout;
 use crate::client::{LIMIT, program};
 
 /// A server process and its address.
-struct HttpServer {
+struct McpHttpProcess {
     _child: Child,
     address: String,
 }
 
-async fn served(work: &Path, args: &[&str]) -> HttpServer {
+async fn served(work: &Path, args: &[&str]) -> McpHttpProcess {
     let mut command = program(work);
     command.args(["mcp", "--http", "127.0.0.1:0"]).args(args);
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
@@ -32,7 +32,7 @@ async fn served(work: &Path, args: &[&str]) -> HttpServer {
         .unwrap()
         .strip_suffix("/mcp")
         .unwrap();
-    HttpServer {
+    McpHttpProcess {
         address: address.to_owned(),
         _child: child,
     }
@@ -40,7 +40,7 @@ async fn served(work: &Path, args: &[&str]) -> HttpServer {
 
 /// Posts a message; returns the status, the session id and the response.
 async fn post(
-    served: &HttpServer,
+    served: &McpHttpProcess,
     headers: &[(&str, &str)],
     message: &Value,
 ) -> (u16, String, Value) {
@@ -111,7 +111,7 @@ fn exec(cmd: &str) -> Value {
 }
 
 /// Initializes a session and runs a command.
-async fn uses(served: &HttpServer, headers: &[(&str, &str)]) -> Value {
+async fn uses(served: &McpHttpProcess, headers: &[(&str, &str)]) -> Value {
     let (status, session, answer) = post(served, headers, &initialize()).await;
     assert_eq!(status, 200, "{answer}");
     assert_eq!(

@@ -1,9 +1,9 @@
 //! `mcp-proxy`: MCP servers that run in an environment.
 
-use exec_server_testkit::server::Server;
+use exec_server_testkit::server::ServerProcess;
 use serde_json::json;
 
-use crate::client::{Client, kill, program, runs, until};
+use crate::client::{McpClient, kill, program, runs, until};
 
 /// A small MCP server: `echo` returns its params; other methods misbehave as the test requests.
 const SERVER: &str = r#"
@@ -41,25 +41,25 @@ for line in sys.stdin:
 
 struct ProxyFixture {
     work: tempfile::TempDir,
-    server: Server,
+    server: ServerProcess,
 }
 
 impl ProxyFixture {
     async fn new() -> Self {
         let work = tempfile::tempdir().unwrap();
         std::fs::write(work.path().join("server.py"), SERVER).unwrap();
-        let server = Server::start(program(work.path())).await;
+        let server = ServerProcess::start(program(work.path())).await;
         Self { work, server }
     }
 
-    fn proxy(&self, flags: &[&str], command: &[&str]) -> Client {
+    fn proxy(&self, flags: &[&str], command: &[&str]) -> McpClient {
         let mut proxy = program(self.work.path());
         proxy
             .args(["mcp-proxy", "--on", self.server.url()])
             .args(flags)
             .arg("--")
             .args(command);
-        Client::spawn(proxy)
+        McpClient::spawn(proxy)
     }
 }
 
@@ -151,7 +151,7 @@ async fn proxy_applies_environment_options_and_sandbox() {
     let script = "echo \"{\\\"given\\\": \\\"$GIVEN\\\", \\\"home\\\": \\\"$HOME\\\", \\\"extra\\\": \\\"$EXTRA\\\", \\\"odd\\\": \\\"$ODD\\\"}\"";
     let mut served = program(test.work.path());
     served.env("EXTRA", "2").env("ODD", "3");
-    let server = Server::start(served).await;
+    let server = ServerProcess::start(served).await;
     let other = ProxyFixture {
         work: test.work,
         server,

@@ -5,7 +5,7 @@
 
 use serde_json::Value;
 
-use crate::client::{Client, program};
+use crate::client::{McpClient, program};
 
 #[tokio::test]
 async fn documented_mcp_session_matches_the_server() {
@@ -15,7 +15,7 @@ async fn documented_mcp_session_matches_the_server() {
     let work = tempfile::tempdir().unwrap();
     let mut command = program(work.path());
     command.arg("mcp");
-    let mut client = Client::spawn(command);
+    let mut client = McpClient::spawn(command);
     let (mut sent, mut seen) = (0, 0);
     // Values of a response may be needed in the next request.
     let mut session_id = Value::Null;

@@ -6,7 +6,7 @@ use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use exec_server::transport::http::{Kind, read_head};
+use exec_server::transport::http::{HeadKind, read_head};
 use exec_server_testkit::proc::PATIENCE;
 use rustix::process::Signal;
 use serde_json::json;
@@ -15,7 +15,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use super::stage::{Deployment, Running, finished, program};
+use super::stage::{Deployment, RunningProgram, finished, program};
 use super::{collect, lines};
 
 /// Asserts that the executor does not start, with this text in its error message.
@@ -28,7 +28,7 @@ async fn refuses(command: Command, part: &str) {
 }
 
 /// The fingerprint that the executor prints.
-fn key(running: &Running) -> String {
+fn key(running: &RunningProgram) -> String {
     let stderr = running.stderr();
     let line = stderr.lines().find_map(|line| line.strip_prefix("key: "));
     line.unwrap_or_else(|| panic!("{stderr}")).to_owned()
@@ -100,7 +100,7 @@ async fn executor_retries_until_the_registry_is_reachable() {
     )
     .unwrap();
     std::fs::write(state.join("harness.token"), "late\n").unwrap();
-    let waiting = Running::start(deployment.executor("box"));
+    let waiting = RunningProgram::start(deployment.executor("box"));
     let opened = async {
         tokio::time::sleep(std::time::Duration::from_millis(300)).await;
         deployment.open().await;
@@ -187,7 +187,7 @@ async fn token_from_the_environment_is_hidden_from_commands_and_logs() {
             .args(["--remote", &deployment.url(), "--environment-id", variable])
             .args(["--log", "trace"])
             .env(variable, &token);
-        let executor = Running::start(command).await;
+        let executor = RunningProgram::start(command).await;
         let client = deployment.connect(variable).await;
         // Everything that a command can read about this user's processes, including itself.
         let look = "env; cat /proc/$PPID/environ /proc/$PPID/cmdline; \
@@ -275,7 +275,7 @@ async fn exit_on_stdin_close_ends_the_executor() {
     let deployment = Deployment::new().await;
     let mut command = deployment.executor("box");
     command.arg("--exit-on-stdin-close").stdin(Stdio::piped());
-    let mut executor = Running::start(command).await;
+    let mut executor = RunningProgram::start(command).await;
     drop(executor.child.stdin.take());
     let ended = timeout(PATIENCE, executor.child.wait()).await.unwrap();
     assert!(ended.unwrap().success());
@@ -292,7 +292,7 @@ async fn proxy(to: SocketAddr) -> (SocketAddr, Arc<Mutex<Vec<String>>>) {
             let (mut here, _) = listener.accept().await.unwrap();
             let seen = Arc::clone(&seen);
             tokio::spawn(async move {
-                let head = read_head(&mut here, Kind::Request).await.unwrap();
+                let head = read_head(&mut here, HeadKind::Request).await.unwrap();
                 let line = format!("{} {}", head.method, head.target);
                 let known = line == format!("CONNECT meet.test:{}", to.port());
                 seen.lock().unwrap().push(line);
@@ -327,7 +327,7 @@ async fn registry_and_rendezvous_server_are_reached_through_a_proxy() {
         .arg("--remote-token-file")
         .arg(deployment.path("rendezvous/executor.token"))
         .env("ALL_PROXY", format!("http://{proxy}"));
-    let _executor = Running::start(executor).await;
+    let _executor = RunningProgram::start(executor).await;
     let count = || asked.lock().unwrap().len();
     let before = count();
     assert!(before >= 2, "one call and one socket: {:?}", asked.lock());

@@ -3,13 +3,13 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use exec_server::registry::{RegistryAuth, RegistryConnectArgs, RegistryConnectError, Trust};
-use exec_server::remote::{self, RemoteEnvironmentConfig, Status};
+use exec_server::registry::{KeyTrust, RegistryAuth, RegistryConnectArgs, RegistryConnectError};
+use exec_server::remote::{self, RemoteEnvironmentConfig, RemoteStatus};
 use exec_server::transport::identity;
 use exec_server::transport::registry::RegistryOptions;
 use exec_server::{
-    ExecBackend as _, ExecServerClient, ExecServerConfig, ExecServerError, RemoteEnvironmentError,
-    Server,
+    ExecBackend as _, ExecServer, ExecServerClient, ExecServerConfig, ExecServerError,
+    RemoteEnvironmentError,
 };
 use exec_server_testkit::proc::PATIENCE;
 use serde_json::json;
@@ -21,22 +21,22 @@ use super::stub::StubServer;
 use super::{collect, lines, sh};
 
 /// An executor whose state a test can inspect.
-struct Executor {
-    server: Server,
+struct InspectedExecutor {
+    server: ExecServer,
     serving: JoinHandle<Result<(), RemoteEnvironmentError>>,
-    status: watch::Receiver<Status>,
+    status: watch::Receiver<RemoteStatus>,
     key: exec_server::registry::Fingerprint,
 }
 
-impl Executor {
+impl InspectedExecutor {
     fn new(at: &StubServer, change: impl FnOnce(&mut RemoteEnvironmentConfig)) -> Self {
         let registry = RegistryOptions::new(RegistryAuth::bearer("token"));
         let identity = identity::generate();
         let key = identity.public_key().fingerprint();
         let mut config = RemoteEnvironmentConfig::new(at.url(), "env", registry, identity);
         change(&mut config);
-        let server = Server::new(ExecServerConfig::default()).unwrap();
-        let (sender, status) = watch::channel(Status::Connecting);
+        let server = ExecServer::new(ExecServerConfig::default()).unwrap();
+        let (sender, status) = watch::channel(RemoteStatus::Connecting);
         let serving = server.clone();
         let serving = tokio::spawn(async move { remote::serve(&serving, config, sender).await });
         Self {
@@ -48,12 +48,14 @@ impl Executor {
     }
 
     async fn attached(&mut self) {
-        let attached = self.status.wait_for(|status| *status == Status::Attached);
+        let attached = self
+            .status
+            .wait_for(|status| *status == RemoteStatus::Attached);
         timeout(PATIENCE, attached).await.unwrap().unwrap();
     }
 }
 
-impl Drop for Executor {
+impl Drop for InspectedExecutor {
     fn drop(&mut self) {
         self.serving.abort();
     }
@@ -73,7 +75,7 @@ fn refusal(error: ExecServerError) -> RegistryConnectError {
 #[tokio::test]
 async fn command_over_the_relay_returns_all_output() {
     let at = StubServer::new().await;
-    let mut executor = Executor::new(&at, |config| config.name = Some("here".to_owned()));
+    let mut executor = InspectedExecutor::new(&at, |config| config.name = Some("here".to_owned()));
     executor.attached().await;
     let client = ExecServerClient::connect_registry(args(&at)).await.unwrap();
     let (output, code) = collect(&client, "p", "seq 1 200000; exit 7").await;
@@ -88,7 +90,7 @@ async fn command_over_the_relay_returns_all_output() {
 #[tokio::test]
 async fn cut_sockets_are_replaced_without_a_new_handshake() {
     let at = StubServer::new().await;
-    let mut executor = Executor::new(&at, |_| {});
+    let mut executor = InspectedExecutor::new(&at, |_| {});
     executor.attached().await;
     let client = ExecServerClient::connect_registry(args(&at)).await.unwrap();
     let handshakes = at.stub.handshakes.load(Ordering::Relaxed);
@@ -117,7 +119,7 @@ async fn cut_sockets_are_replaced_without_a_new_handshake() {
 #[tokio::test]
 async fn changed_bytes_end_the_stream_but_not_the_session() {
     let at = StubServer::new().await;
-    let mut executor = Executor::new(&at, |_| {});
+    let mut executor = InspectedExecutor::new(&at, |_| {});
     executor.attached().await;
     let mut args = args(&at);
     let first = ExecServerClient::connect_registry(args.clone())
@@ -180,7 +182,8 @@ async fn changed_bytes_end_the_stream_but_not_the_session() {
 #[tokio::test]
 async fn only_approved_harnesses_connect_while_the_registry_is_unreachable() {
     let at = StubServer::new().await;
-    let mut executor = Executor::new(&at, |config| config.validation.cache = Duration::ZERO);
+    let mut executor =
+        InspectedExecutor::new(&at, |config| config.validation.cache = Duration::ZERO);
     executor.attached().await;
     let known = args(&at);
     let client = ExecServerClient::connect_registry(known.clone())
@@ -212,7 +215,8 @@ async fn only_approved_harnesses_connect_while_the_registry_is_unreachable() {
 #[tokio::test]
 async fn rejected_credentials_of_the_executor_are_reported_and_not_retried() {
     let at = StubServer::new().await;
-    let mut executor = Executor::new(&at, |config| config.validation.cache = Duration::ZERO);
+    let mut executor =
+        InspectedExecutor::new(&at, |config| config.validation.cache = Duration::ZERO);
     executor.attached().await;
     *at.stub.validate.lock().unwrap() = Some((401, json!({})));
     let error = ExecServerClient::connect_registry(args(&at))
@@ -247,7 +251,7 @@ async fn rejected_credentials_of_the_executor_are_reported_and_not_retried() {
 #[tokio::test]
 async fn approval_of_a_harness_is_cached() {
     let at = StubServer::new().await;
-    let mut executor = Executor::new(&at, |_| {});
+    let mut executor = InspectedExecutor::new(&at, |_| {});
     executor.attached().await;
     let args = args(&at);
     for _ in 0..5 {
@@ -261,12 +265,12 @@ async fn approval_of_a_harness_is_cached() {
 #[tokio::test]
 async fn key_of_a_known_environment_cannot_be_replaced_by_the_registry() {
     let at = StubServer::new().await;
-    let mut executor = Executor::new(&at, |_| {});
+    let mut executor = InspectedExecutor::new(&at, |_| {});
     executor.attached().await;
     let impostor = identity::generate().public_key().clone();
     *at.stub.key.lock().unwrap() = Some(impostor.clone());
     let mut pinned = args(&at);
-    pinned.trust = Trust::Fingerprint(executor.key);
+    pinned.trust = KeyTrust::Fingerprint(executor.key);
     let error = refusal(
         ExecServerClient::connect_registry(pinned)
             .await
@@ -288,7 +292,7 @@ async fn key_of_a_known_environment_cannot_be_replaced_by_the_registry() {
 async fn registration_is_retried_without_limit_after_a_temporary_failure() {
     let at = StubServer::new().await;
     *at.stub.register.lock().unwrap() = Some((503, json!({})));
-    let mut executor = Executor::new(&at, |_| {});
+    let mut executor = InspectedExecutor::new(&at, |_| {});
     let asked = async |times| {
         while at.stub.registrations.load(Ordering::Relaxed) < times {
             tokio::time::sleep(Duration::from_millis(10)).await;
@@ -329,7 +333,7 @@ async fn first_registration_reports_a_permanent_failure() {
         ),
     ] {
         *at.stub.register.lock().unwrap() = Some(answer);
-        let mut executor = Executor::new(&at, |_| {});
+        let mut executor = InspectedExecutor::new(&at, |_| {});
         let served = timeout(PATIENCE, &mut executor.serving).await.unwrap();
         let error = anyhow_text(&served.unwrap().unwrap_err());
         assert!(error.contains("`env`") && error.contains(part), "{error}");
@@ -349,7 +353,7 @@ fn anyhow_text(error: &dyn std::error::Error) -> String {
 #[tokio::test]
 async fn session_cannot_be_resumed_by_another_harness() {
     let at = StubServer::new().await;
-    let mut executor = Executor::new(&at, |_| {});
+    let mut executor = InspectedExecutor::new(&at, |_| {});
     executor.attached().await;
     let client = ExecServerClient::connect_registry(args(&at)).await.unwrap();
     let mut other = args(&at);

@@ -21,7 +21,7 @@ use tokio::process::Command;
 use tokio::time::timeout;
 
 use super::operators::{block, dist_file, items};
-use super::stage::{Running, finished, program};
+use super::stage::{RunningProgram, finished, program};
 use super::{collect, lines, sh};
 
 /// Much longer than any step here should take, and than leases and back-offs last.
@@ -35,7 +35,7 @@ struct Fleet {
     nats: Nats,
     /// How nodes reach NATS, and their other options.
     options: Vec<String>,
-    nodes: Vec<Option<Running>>,
+    nodes: Vec<Option<RunningProgram>>,
 }
 
 impl Fleet {
@@ -98,11 +98,11 @@ impl Fleet {
             .arg("--state-dir")
             .arg(self.directory.path().join("rendezvous"))
             .args(options);
-        self.nodes.push(Some(Running::start(command).await));
+        self.nodes.push(Some(RunningProgram::start(command).await));
         self.nodes.len() - 1
     }
 
-    fn node(&self, node: usize) -> &Running {
+    fn node(&self, node: usize) -> &RunningProgram {
         self.nodes[node].as_ref().unwrap()
     }
 
@@ -196,8 +196,8 @@ impl Fleet {
     }
 
     /// An executor that connects to this node first.
-    async fn executor(&self, node: usize, name: &str) -> Running {
-        Running::start(self.executor_command(node, name, name)).await
+    async fn executor(&self, node: usize, name: &str) -> RunningProgram {
+        RunningProgram::start(self.executor_command(node, name, name)).await
     }
 
     fn args(&self, node: usize, name: &str) -> RegistryConnectArgs {
@@ -491,7 +491,7 @@ async fn paused_node_is_fenced_when_it_continues() {
     let mark = fleet.directory.path().join("box/mark");
     std::fs::write(&mark, "two\n").unwrap();
     let show = format!("cat {}", mark.display());
-    let second = Running::start(fleet.executor_command(1, "box", "box")).await;
+    let second = RunningProgram::start(fleet.executor_command(1, "box", "box")).await;
     fleet.wait_online(2, "box", true).await;
     let client = fleet.connect(2, "box").await;
     let (script, count) = counting(20);
@@ -605,7 +605,7 @@ async fn newer_executor_with_the_same_identity_takes_over() {
     let show = format!("cat {}", mark.display());
     // The first executor is stopped, so that it does not reconnect yet.
     first.signal_both(Signal::STOP);
-    let second = Running::start(fleet.executor_command(1, "box", "box")).await;
+    let second = RunningProgram::start(fleet.executor_command(1, "box", "box")).await;
     fleet.wait_logged(0, "has replaced the one here").await;
     let again = fleet.connect(2, "box").await;
     assert_eq!(collect(&again, "who", &show).await.0, b"same\n");
@@ -693,7 +693,7 @@ async fn revoked_token_ends_its_streams_at_all_nodes() {
             "-c",
             "echo go; exec cat /dev/zero | tr '\\0' '\\n'",
         ]);
-    let stuck = Running::start(stuck).await;
+    let stuck = RunningProgram::start(stuck).await;
     stuck.signal_both(Signal::STOP);
     let other = fleet.connect(1, "box").await;
     let (script, count) = counting(4);
@@ -731,7 +731,7 @@ async fn revocation_works_while_a_node_is_stopped() {
     let mut executors = Vec::new();
     for (node, name) in [(0, "a"), (0, "b"), (0, "c"), (1, "d")] {
         let command = fleet.executor_as(node, "builder", name, name);
-        executors.push(Running::start(command).await);
+        executors.push(RunningProgram::start(command).await);
     }
     let _other = fleet.executor(1, "other").await;
     let mut clients = Vec::new();
@@ -780,7 +780,7 @@ async fn token_removed_from_one_nodes_file_is_disconnected_there() {
     fleet.wait_nodes(2).await;
     let _executors = [
         fleet.executor(0, "box").await,
-        Running::start(fleet.executor_as(0, "builder", "built", "built")).await,
+        RunningProgram::start(fleet.executor_as(0, "builder", "built", "built")).await,
     ];
     let mut clients = Vec::new();
     for node in [0, 1] {
@@ -793,7 +793,7 @@ async fn token_removed_from_one_nodes_file_is_disconnected_there() {
         );
     }
     fleet.wait_sockets("harnesses", &[1, 1]).await;
-    let mut watcher = Watcher::new(&fleet, 0, "admin").await;
+    let mut watcher = EventWatcher::new(&fleet, 0, "admin").await;
     let gone = ["mallory", "builder"];
     let left = tokens.lines().filter(|line| {
         let name = line.split_ascii_whitespace().next();
@@ -950,7 +950,8 @@ async fn tenants_are_isolated_and_limited_across_nodes() {
     // Both tenants call it `box`, and connect at the node of the other tenant's executor.
     let start = async |node, tenant: &str| {
         let token = format!("{tenant}-executor");
-        Running::start(fleet.executor_as(node, &token, "box", &format!("home-{tenant}"))).await
+        RunningProgram::start(fleet.executor_as(node, &token, "box", &format!("home-{tenant}")))
+            .await
     };
     let _executors = [start(0, "acme").await, start(1, "globex").await];
     let connect = async |node, tenant: &str| {
@@ -1048,7 +1049,7 @@ async fn nodes_share_the_bandwidth_quota_of_a_tenant() {
         run.args(["run", "--url", &format!("{url}/{name}"), "--token-file"])
             .arg(fleet.directory.path().join("rendezvous/harness.token"))
             .args(["--", "yes", &"x".repeat(1000)]);
-        Running::start(run).await
+        RunningProgram::start(run).await
     };
     let received = async |node| {
         let usage = fleet.usage(node).await;
@@ -1128,12 +1129,12 @@ async fn nodes_share_the_handshake_quota_of_a_tenant() {
 }
 
 /// A subscriber to `/events`, and the events it has received.
-struct Watcher {
+struct EventWatcher {
     lines: Lines<BufReader<TcpStream>>,
     received: Vec<(String, Value)>,
 }
 
-impl Watcher {
+impl EventWatcher {
     async fn new(fleet: &Fleet, node: usize, token: &str) -> Self {
         let host = fleet.url(node).strip_prefix("http://").unwrap();
         let mut stream = TcpStream::connect(host).await.unwrap();
@@ -1190,8 +1191,8 @@ async fn events_of_every_node_are_received_at_each_node() {
             fleet.add_token(&name, role, tenant).await;
         }
     }
-    let mut all = Watcher::new(&fleet, 0, "admin").await;
-    let mut acme = Watcher::new(&fleet, 1, "acme-admin").await;
+    let mut all = EventWatcher::new(&fleet, 0, "admin").await;
+    let mut acme = EventWatcher::new(&fleet, 1, "acme-admin").await;
     // The subscription to the other nodes takes some milliseconds to start.
     for (watcher, node) in [(&mut all, 1), (&mut acme, 0)] {
         let wait_for_event = async {
@@ -1217,7 +1218,7 @@ async fn events_of_every_node_are_received_at_each_node() {
     // Each event once, regardless of the node, and only those of the admin's tenant.
     let start = async |node, tenant: &str, name: &str| {
         let token = format!("{tenant}-executor");
-        Running::start(fleet.executor_as(node, &token, name, name)).await
+        RunningProgram::start(fleet.executor_as(node, &token, name, name)).await
     };
     let executors = [
         start(0, "globex", "theirs").await,
@@ -1505,7 +1506,7 @@ async fn fleet_manifest_for_kubernetes_starts_nodes() {
         }
         let mut command = program(home.path());
         command.args(&args);
-        nodes.push(Running::start(command).await);
+        nodes.push(RunningProgram::start(command).await);
     }
     for node in &nodes {
         let health = format!("{}/readyz", node.line);

@@ -1,11 +1,11 @@
 //! `exec-server forward`: servers without registry support, reached through one.
 
 use exec_server::ExecServerClient;
-use exec_server_testkit::server::Server;
+use exec_server_testkit::server::ServerProcess;
 use rustix::process::Signal;
 use tokio::process::Command;
 
-use super::stage::{Deployment, Running, finished, program};
+use super::stage::{Deployment, RunningProgram, finished, program};
 use super::{collect, lines};
 
 fn forward(deployment: &Deployment, environment: &str) -> Command {
@@ -27,7 +27,7 @@ fn forward(deployment: &Deployment, environment: &str) -> Command {
 }
 
 /// Runs commands through a forwarder, and ends it.
-async fn assert_forwards(deployment: &Deployment, environment: &str, forwarder: Running) {
+async fn assert_forwards(deployment: &Deployment, environment: &str, forwarder: RunningProgram) {
     let mut args = deployment.args(environment);
     // A short budget, so that the client does not wait for a forwarder that has ended.
     args.options.recovery.budget = Some(std::time::Duration::from_secs(1));
@@ -58,17 +58,17 @@ async fn forward_to_a_websocket_with_a_token() {
     server
         .args(["--ws-auth", "capability-token", "--ws-token-file"])
         .arg(&token);
-    let server = Server::start(server).await;
+    let server = ServerProcess::start(server).await;
     let mut command = forward(&deployment, "ws");
     command
         .args(["--connect", server.url(), "--connect-token-file"])
         .arg(&token);
-    assert_forwards(&deployment, "ws", Running::start(command).await).await;
+    assert_forwards(&deployment, "ws", RunningProgram::start(command).await).await;
 
     // Without the token the stream opens, but the server behind it refuses.
     let mut command = forward(&deployment, "ws");
     command.args(["--connect", server.url()]);
-    let forwarder = Running::start(command).await;
+    let forwarder = RunningProgram::start(command).await;
     let refused = ExecServerClient::connect_registry(deployment.args("ws")).await;
     assert!(refused.is_err());
     assert!(forwarder.stderr().contains("401"), "{}", forwarder.stderr());
@@ -79,7 +79,7 @@ async fn forward_to_a_websocket_with_tls_and_a_pin() {
     let deployment = Deployment::new().await;
     let mut server = program(deployment.directory.path());
     server.arg("--tls-self-signed");
-    let server = Server::listening(server, "wss://127.0.0.1:0").await;
+    let server = ServerProcess::listening(server, "wss://127.0.0.1:0").await;
     let stderr = server.stderr();
     let pin = stderr
         .lines()
@@ -87,17 +87,17 @@ async fn forward_to_a_websocket_with_tls_and_a_pin() {
         .unwrap();
     let mut command = forward(&deployment, "wss");
     command.args(["--connect", server.url(), "--connect-tls-pin", pin]);
-    assert_forwards(&deployment, "wss", Running::start(command).await).await;
+    assert_forwards(&deployment, "wss", RunningProgram::start(command).await).await;
 }
 
 #[tokio::test]
 async fn forward_to_a_unix_socket() {
     let deployment = Deployment::new().await;
     let listen = format!("unix://{}", deployment.path("socket").display());
-    let server = Server::listening(program(deployment.directory.path()), &listen).await;
+    let server = ServerProcess::listening(program(deployment.directory.path()), &listen).await;
     let mut command = forward(&deployment, "unix");
     command.args(["--connect", server.url()]);
-    assert_forwards(&deployment, "unix", Running::start(command).await).await;
+    assert_forwards(&deployment, "unix", RunningProgram::start(command).await).await;
 }
 
 #[tokio::test]
@@ -107,7 +107,7 @@ async fn forward_to_a_command_per_stream() {
     command
         .args(["--", env!("CARGO_BIN_EXE_exec-server"), "--listen", "stdio"])
         .env("EXEC_SERVER_API_KEY", "unused");
-    assert_forwards(&deployment, "command", Running::start(command).await).await;
+    assert_forwards(&deployment, "command", RunningProgram::start(command).await).await;
 }
 
 #[tokio::test]

@@ -8,7 +8,7 @@ use tokio::net::TcpListener;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use super::stage::Running;
+use super::stage::RunningProgram;
 
 /// The shell blocks of a section.
 fn blocks(section: &str) -> Vec<String> {
@@ -69,7 +69,7 @@ async fn guide_for_three_machines_works_as_printed() {
     let made = shell(&home("meet"), tokens, "").output().await.unwrap();
     assert!(made.status.success(), "{made:?}");
     let rendezvous = format!("exec {}", rendezvous.trim_start());
-    let deployment = Running::start(shell(&home("meet"), &rendezvous, "")).await;
+    let deployment = RunningProgram::start(shell(&home("meet"), &rendezvous, "")).await;
     let stderr = deployment.stderr();
     let pin = stderr
         .lines()
@@ -77,7 +77,7 @@ async fn guide_for_three_machines_works_as_printed() {
     let pin = pin.unwrap_or_else(|| panic!("{stderr}"));
     let executor = format!("cd build-7; exec {}", executor.trim_start());
     let executor = executor.replace("build-7.token", "../build-7.token");
-    let executor = Running::start(shell(&home("build-7"), &executor, pin)).await;
+    let executor = RunningProgram::start(shell(&home("build-7"), &executor, pin)).await;
     let fingerprint = executor.stderr();
     let fingerprint = fingerprint
         .lines()

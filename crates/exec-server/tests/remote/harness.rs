@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use exec_server::registry::RegistryConnectError;
 use exec_server::transport::Link;
-use exec_server::transport::frame::Role;
-use exec_server::transport::http::{Kind, accept_key, read_head};
+use exec_server::transport::frame::WebsocketRole;
+use exec_server::transport::http::{HeadKind, accept_key, read_head};
 use exec_server::{
-    ExecBackend as _, ExecProcessEvent, ExecServerClient, ExecServerConfig, ExecServerError,
-    Lifetime, Server,
+    ExecBackend as _, ExecProcessEvent, ExecServer, ExecServerClient, ExecServerConfig,
+    ExecServerError, SessionLifetime,
 };
 use exec_server_testkit::proc::PATIENCE;
 use rustix::process::Signal;
@@ -19,7 +19,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::stage::{CuttableProxy, Deployment, Running, finished, program};
+use super::stage::{CuttableProxy, Deployment, RunningProgram, finished, program};
 use super::{collect, lines, sh};
 
 /// Reads the output of a process up to this length.
@@ -184,7 +184,7 @@ async fn restarted_executor_is_recognized_by_its_key() {
     let executor = deployment.attached("box").await;
     let mut args = deployment.args("box");
     let known = deployment.path("known");
-    args.trust = exec_server::registry::Trust::FirstUse(
+    args.trust = exec_server::registry::KeyTrust::FirstUse(
         exec_server::registry::KnownEnvironments::new(&known),
     );
     let client = ExecServerClient::connect_registry(args.clone())
@@ -264,7 +264,7 @@ async fn post(deployment: &Deployment, path: &str, body: &Value) -> u16 {
         body.len()
     );
     stream.write_all(request.as_bytes()).await.unwrap();
-    let head = read_head(&mut stream, Kind::Response).await.unwrap();
+    let head = read_head(&mut stream, HeadKind::Response).await.unwrap();
     let _ = stream.read_to_end(&mut Vec::new()).await;
     head.status
 }
@@ -307,10 +307,10 @@ async fn server_reporting_disconnects() -> (String, mpsc::UnboundedReceiver<()>)
     let url = format!("ws://{}", listener.local_addr().unwrap());
     let (gone, receiver) = mpsc::unbounded_channel();
     tokio::spawn(async move {
-        let server = Server::new(ExecServerConfig::default()).unwrap();
+        let server = ExecServer::new(ExecServerConfig::default()).unwrap();
         loop {
             let (mut stream, _) = listener.accept().await.unwrap();
-            let head = read_head(&mut stream, Kind::Request).await.unwrap();
+            let head = read_head(&mut stream, HeadKind::Request).await.unwrap();
             let accept = accept_key(head.websocket_key().unwrap());
             let answer = format!(
                 "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
@@ -318,8 +318,8 @@ async fn server_reporting_disconnects() -> (String, mpsc::UnboundedReceiver<()>)
             );
             stream.write_all(answer.as_bytes()).await.unwrap();
             let (reader, writer) = stream.into_split();
-            let link = Link::websocket(Role::Server, reader, writer, head.rest);
-            let serving = server.serve(link, "forwarded".to_owned(), Lifetime::Resumable);
+            let link = Link::websocket(WebsocketRole::Server, reader, writer, head.rest);
+            let serving = server.serve(link, "forwarded".to_owned(), SessionLifetime::Resumable);
             let gone = gone.clone();
             tokio::spawn(async move {
                 serving.await;
@@ -341,7 +341,7 @@ async fn revoked_harness_is_disconnected_at_the_executor() {
         .args(["forward", "--connect", &url, "--remote", &deployment.url()])
         .args(["--environment-id", "box", "--remote-token-file"])
         .arg(deployment.path("rendezvous/executor.token"));
-    let _executor = Running::start(forward).await;
+    let _executor = RunningProgram::start(forward).await;
     let args = deployment.args("box");
     let key = args.identity.public_key().fingerprint();
     let client = ExecServerClient::connect_registry(args).await.unwrap();

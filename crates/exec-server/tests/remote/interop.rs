@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use exec_server::registry::{RegistryAuth, RegistryConnectArgs};
 use exec_server::{ExecBackend as _, ExecProcessEvent, ExecServerClient};
-use exec_server_testkit::codex::{self, Home, Registry};
+use exec_server_testkit::codex::{self, CodexHome, CodexRegistry};
 use exec_server_testkit::interop;
 use exec_server_testkit::proc::PATIENCE;
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::time::timeout;
 
-use super::stage::{CuttableProxy, Deployment, Running, program};
+use super::stage::{CuttableProxy, Deployment, RunningProgram, program};
 use super::stub::StubServer;
 use super::{collect, lines, sh};
 
@@ -23,14 +23,14 @@ const LIMIT: Duration = Duration::from_secs(90);
 /// The real executor, attached, and a client of it.
 struct RealExecutor {
     client: ExecServerClient,
-    _executor: codex::Executor,
-    _home: Home,
+    _executor: codex::CodexExecutor,
+    _home: CodexHome,
 }
 
 impl RealExecutor {
     async fn new(deployment: &Deployment, through: Option<&CuttableProxy>) -> Self {
-        let home = Home::new();
-        let registry = Registry {
+        let home = CodexHome::new();
+        let registry = CodexRegistry {
             url: deployment.url(),
             environment: "theirs".to_owned(),
             token: deployment.token("executor"),
@@ -102,7 +102,7 @@ async fn our_client_reports_rejected_credentials_of_the_real_executor() {
         return;
     }
     let at = StubServer::new().await;
-    let home = Home::new();
+    let home = CodexHome::new();
     let _executor = codex::remote_executor(&home, &stub_registry(&at), &[]);
     let args = RegistryConnectArgs::new(at.url(), "env", RegistryAuth::bearer("t"), "test");
     *at.stub.validate.lock().unwrap() = Some((401, json!({})));
@@ -131,9 +131,9 @@ async fn real_client_reports_rejected_credentials_of_our_executor() {
     command
         .args(["--remote", &at.url(), "--environment-id", "env"])
         .env("CODEX_API_KEY", "key");
-    let _executor = Running::start(command).await;
+    let _executor = RunningProgram::start(command).await;
     *at.stub.validate.lock().unwrap() = Some((401, json!({})));
-    let home = Home::new();
+    let home = CodexHome::new();
     let mut child = codex::app_server(&home, &stub_registry(&at))
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -149,8 +149,8 @@ async fn real_client_reports_rejected_credentials_of_our_executor() {
     assert!(error.contains(expected), "{reported}");
 }
 
-fn stub_registry(at: &StubServer) -> Registry {
-    Registry {
+fn stub_registry(at: &StubServer) -> CodexRegistry {
+    CodexRegistry {
         url: at.url(),
         environment: "env".to_owned(),
         token: "token".to_owned(),
@@ -158,8 +158,8 @@ fn stub_registry(at: &StubServer) -> Registry {
 }
 
 /// The registry settings of the real client.
-fn registry(deployment: &Deployment, url: String) -> Registry {
-    Registry {
+fn registry(deployment: &Deployment, url: String) -> CodexRegistry {
+    CodexRegistry {
         url,
         environment: "ours".to_owned(),
         token: deployment.token("harness"),
@@ -167,10 +167,10 @@ fn registry(deployment: &Deployment, url: String) -> Registry {
 }
 
 /// This project's executor, with the marker that the real client looks for.
-async fn our_executor(deployment: &Deployment) -> Running {
+async fn our_executor(deployment: &Deployment) -> RunningProgram {
     let mut command = deployment.executor("ours");
     command.env(interop::MARKER.0, interop::MARKER.1);
-    Running::start(command).await
+    RunningProgram::start(command).await
 }
 
 #[tokio::test]
@@ -197,7 +197,7 @@ async fn real_client_on_our_executor_survives_a_disconnect() {
 async fn real_app_server_runs_commands_on_our_executor() {
     let deployment = Deployment::new().await;
     let _executor = deployment.attached("ours").await;
-    let home = Home::new();
+    let home = CodexHome::new();
     let mut child = codex::app_server(&home, &registry(&deployment, deployment.url()))
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

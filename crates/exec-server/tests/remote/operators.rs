@@ -269,7 +269,7 @@ async fn manifests_and_dashboard_match_the_server() {
     }
     let mut command = super::stage::program(home.path());
     command.args(&args);
-    let running = super::stage::Running::start(command).await;
+    let running = super::stage::RunningProgram::start(command).await;
     let health = format!("{}/readyz", running.line);
     assert_eq!(http::request("GET", &health, None, "").await.0, 200);
 

@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use exec_server_relay::frame::{Acks, Body, Transmit, decode};
 use exec_server_relay::keys::{Authorization, MLKEM768_BYTES, PublicKey, SECURITY_PROFILE};
-use exec_server_relay::noise::{Identity, SEED_BYTES};
-use exec_server_relay::{ExecutorConfig, HarnessConfig, Limits};
+use exec_server_relay::noise::{SEED_BYTES, StaticKeys};
+use exec_server_relay::{EndpointLimits, RelayExecutorConfig, RelayHarnessConfig};
 use exec_server_testkit::http;
 use exec_server_transport::link::{Link, RawEvent};
 use exec_server_transport::registry::auth::RegistryAuth;
 use exec_server_transport::registry::{Registry, RegistryOptions};
-use exec_server_transport::relay::{self, Attachment, DialError, RelayStream};
+use exec_server_transport::relay::{self, ExecutorAttachment, RelayDialError, RelayStream};
 use exec_server_transport::tls::TlsClientOptions;
 use exec_server_transport::{ConnectOptions, connect};
 use rustix::process::Signal;
@@ -20,13 +20,13 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-use super::rendezvous_server::{self, PATIENCE, Rendezvous, program};
+use super::rendezvous_server::{self, PATIENCE, RendezvousProcess, program};
 
 fn key(seed: u8) -> PublicKey {
     PublicKey::new([seed; 32], &[seed; MLKEM768_BYTES]).unwrap()
 }
 
-async fn register(server: &Rendezvous, environment: &str, key: &PublicKey) -> Value {
+async fn register(server: &RendezvousProcess, environment: &str, key: &PublicKey) -> Value {
     let body = json!({"security_profile": SECURITY_PROFILE, "executor_public_key": key});
     let path = format!("/cloud/environment/{environment}/register");
     let (status, answer) = server
@@ -36,7 +36,7 @@ async fn register(server: &Rendezvous, environment: &str, key: &PublicKey) -> Va
     answer
 }
 
-async fn ask(server: &Rendezvous, environment: &str, key: &PublicKey) -> (u16, Value) {
+async fn ask(server: &RendezvousProcess, environment: &str, key: &PublicKey) -> (u16, Value) {
     let body = json!({"harness_public_key": key}).to_string();
     let path = format!("/cloud/environment/{environment}/connect");
     server.call("harness", "POST", &path, &body).await
@@ -322,19 +322,24 @@ async fn metrics_and_audit_log_contain_no_secrets() {
     }
 }
 
-fn identity(seed: u8) -> Identity {
-    Identity::from_seed(&[seed; SEED_BYTES])
+fn identity(seed: u8) -> StaticKeys {
+    StaticKeys::from_seed(&[seed; SEED_BYTES])
 }
 
 /// An executor that echoes every message.
-fn echo(server: &Rendezvous, environment: &'static str, identity: Identity, registered: &Value) {
+fn echo(
+    server: &RendezvousProcess,
+    environment: &'static str,
+    identity: StaticKeys,
+    registered: &Value,
+) {
     let url = registered["url"].as_str().unwrap().to_owned();
     let id = registered["executor_registration_id"].as_str().unwrap();
-    let config = ExecutorConfig {
+    let config = RelayExecutorConfig {
         environment_id: environment.to_owned(),
         registration_id: id.to_owned(),
         identity,
-        limits: Limits::default(),
+        limits: EndpointLimits::default(),
     };
     let (accepted, mut streams) = mpsc::channel::<RelayStream>(16);
     let (base, token, id) = (
@@ -349,14 +354,14 @@ fn echo(server: &Rendezvous, environment: &'static str, identity: Identity, regi
             let (url, registration_id) = (url.clone(), registered.clone());
             async move {
                 let link = connect(&url, &ConnectOptions::default()).await;
-                let link = link.map_err(DialError::passing)?;
-                Ok(Attachment {
+                let link = link.map_err(RelayDialError::passing)?;
+                Ok(ExecutorAttachment {
                     link,
                     registration_id,
                 })
             }
         };
-        let admit = move |ask: relay::Ask| {
+        let admit = move |ask: relay::StreamRequest| {
             let (url, token, id) = (validate.clone(), token.clone(), id.clone());
             async move {
                 let body = json!({
@@ -367,7 +372,7 @@ fn echo(server: &Rendezvous, environment: &'static str, identity: Identity, regi
                     http::request("POST", &url, Some(&token), &body.to_string()).await;
                 match answer["valid"] == true {
                     true => Ok(()),
-                    false => Err(exec_server_relay::Reason::AuthorizationRefused),
+                    false => Err(exec_server_relay::EndReason::AuthorizationRefused),
                 }
             }
         };
@@ -394,12 +399,12 @@ fn echo(server: &Rendezvous, environment: &'static str, identity: Identity, regi
 }
 
 /// A harness that requests an address from the registry for every socket.
-async fn open(server: &Rendezvous, environment: &'static str, seed: u8) -> RelayStream {
+async fn open(server: &RendezvousProcess, environment: &'static str, seed: u8) -> RelayStream {
     let identity = identity(seed);
     let public = identity.public_key().clone();
     let (status, first) = ask(server, environment, &public).await;
     assert_eq!(status, 200, "{first}");
-    let config = HarnessConfig {
+    let config = RelayHarnessConfig {
         environment_id: environment.to_owned(),
         registration_id: first["executor_registration_id"]
             .as_str()
@@ -415,7 +420,7 @@ async fn open(server: &Rendezvous, environment: &'static str, seed: u8) -> Relay
         )
         .unwrap(),
         identity,
-        limits: Limits::default(),
+        limits: EndpointLimits::default(),
     };
     let url = format!("{}/cloud/environment/{environment}/connect", server.url());
     let token = server.token("harness");
@@ -426,13 +431,13 @@ async fn open(server: &Rendezvous, environment: &'static str, seed: u8) -> Relay
         let asked =
             tokio::spawn(async move { http::request("POST", &url, Some(&token), &body).await });
         async move {
-            let (status, answer) = asked.await.map_err(DialError::passing)?;
+            let (status, answer) = asked.await.map_err(RelayDialError::passing)?;
             if status != 200 {
-                return Err(DialError::passing(answer.to_string()));
+                return Err(RelayDialError::passing(answer.to_string()));
             }
             let url = answer["url"].as_str().unwrap();
             let link = connect(url, &ConnectOptions::default()).await;
-            link.map_err(DialError::passing)
+            link.map_err(RelayDialError::passing)
         }
     };
     timeout(PATIENCE, relay::open(config, dial))

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 pub(crate) use exec_server_testkit::proc::PATIENCE;
-pub(crate) use exec_server_testkit::rendezvous::Rendezvous;
+pub(crate) use exec_server_testkit::rendezvous::RendezvousProcess;
 use tokio::process::Command;
 
 /// The server binary, with only `PATH` in its environment.
@@ -16,11 +16,11 @@ pub(crate) fn program() -> Command {
 }
 
 /// A rendezvous server on a free port, with its state in `state`.
-pub(crate) async fn start(state: &Path) -> Rendezvous {
-    Rendezvous::start(program(), state).await
+pub(crate) async fn start(state: &Path) -> RendezvousProcess {
+    RendezvousProcess::start(program(), state).await
 }
 
 /// A rendezvous server with these options.
-pub(crate) async fn start_with(state: &Path, options: &[&str]) -> Rendezvous {
-    Rendezvous::with(program(), state, options).await
+pub(crate) async fn start_with(state: &Path, options: &[&str]) -> RendezvousProcess {
+    RendezvousProcess::with(program(), state, options).await
 }

@@ -39,7 +39,7 @@ pub(super) async fn finished(mut command: Command) -> Output {
 }
 
 /// A running program that has printed its first line.
-pub(super) struct Running {
+pub(super) struct RunningProgram {
     pub(super) child: Child,
     /// The first line of its output.
     pub(super) line: String,
@@ -47,7 +47,7 @@ pub(super) struct Running {
     _directory: TempDir,
 }
 
-impl Running {
+impl RunningProgram {
     pub(super) async fn start(mut command: Command) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let stderr = directory.path().join("stderr");
@@ -78,7 +78,7 @@ impl Running {
         kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
     }
 
-    /// As [`Running::signal`], and to the server behind its guardian as well.
+    /// As [`RunningProgram::signal`], and to the server behind its guardian as well.
     pub(super) fn signal_both(&self, signal: Signal) {
         for server in proc::children(self.child.id().unwrap()) {
             kill_process(Pid::from_raw(server).unwrap(), signal).unwrap();
@@ -97,7 +97,7 @@ impl Running {
 /// A rendezvous server, its state, and the home directories of its users.
 pub(super) struct Deployment {
     pub(super) directory: TempDir,
-    running: Option<Running>,
+    running: Option<RunningProgram>,
     address: SocketAddr,
 }
 
@@ -131,13 +131,13 @@ impl Deployment {
             .arg("--state-dir")
             .arg(self.path("rendezvous"))
             .args(options);
-        let running = Running::start(command).await;
+        let running = RunningProgram::start(command).await;
         assert_eq!(running.line, self.url());
         self.running = Some(running);
     }
 
     /// The server process.
-    pub(super) fn running(&mut self) -> &mut Running {
+    pub(super) fn running(&mut self) -> &mut RunningProgram {
         self.running.as_mut().unwrap()
     }
 
@@ -225,8 +225,8 @@ impl Deployment {
     }
 
     /// An executor that is attached.
-    pub(super) async fn attached(&self, name: &str) -> Running {
-        let running = Running::start(self.executor(name)).await;
+    pub(super) async fn attached(&self, name: &str) -> RunningProgram {
+        let running = RunningProgram::start(self.executor(name)).await;
         assert_eq!(running.line, format!("registry://{}/{name}", self.address));
         running
     }

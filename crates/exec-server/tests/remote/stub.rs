@@ -10,10 +10,10 @@ use std::sync::{Arc, Mutex};
 
 use exec_server::relay::frame::{self, Body, Transmit};
 use exec_server::relay::keys::PublicKey;
-use exec_server::relay::reason::Reason;
-use exec_server::transport::frame::Role;
-use exec_server::transport::http::{Kind, accept_key, read_head};
-use exec_server::transport::{Incoming, Link, Outgoing, RawEvent};
+use exec_server::relay::reason::EndReason;
+use exec_server::transport::frame::WebsocketRole;
+use exec_server::transport::http::{HeadKind, accept_key, read_head};
+use exec_server::transport::{Link, LinkReceiver, LinkSender, RawEvent};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -24,8 +24,8 @@ use tokio::task::JoinSet;
 const LONG_FRAME: usize = 2048;
 
 #[derive(Default)]
-pub(super) struct Stub {
-    state: Mutex<State>,
+pub(super) struct RegistryStub {
+    state: Mutex<StubState>,
     /// Response of `validate` instead of an approval.
     pub(super) validate: Mutex<Option<(u16, Value)>>,
     /// Response of `register` instead of success.
@@ -44,7 +44,7 @@ pub(super) struct Stub {
 }
 
 #[derive(Default)]
-struct State {
+struct StubState {
     executor_key: Option<Value>,
     executor: Option<mpsc::Sender<Vec<u8>>>,
     harnesses: HashMap<String, mpsc::Sender<Vec<u8>>>,
@@ -53,7 +53,7 @@ struct State {
 
 /// A listening stub; ends when dropped.
 pub(super) struct StubServer {
-    pub(super) stub: Arc<Stub>,
+    pub(super) stub: Arc<RegistryStub>,
     pub(super) address: SocketAddr,
     _tasks: JoinSet<()>,
 }
@@ -62,7 +62,7 @@ impl StubServer {
     pub(super) async fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let stub = Arc::<Stub>::default();
+        let stub = Arc::<RegistryStub>::default();
         let mut tasks = JoinSet::new();
         let accepting = Arc::clone(&stub);
         tasks.spawn(async move {
@@ -84,7 +84,7 @@ impl StubServer {
     }
 }
 
-impl Stub {
+impl RegistryStub {
     /// Cuts all sockets of one side; returns their number.
     pub(super) fn cut(&self, executor: bool) -> usize {
         let mut state = self.state.lock().unwrap();
@@ -103,7 +103,7 @@ impl Stub {
             (std::mem::take(&mut state.harnesses), state.executor.clone())
         };
         for (id, harness) in &harnesses {
-            let reset = Transmit::reset(id, Reason::ProtocolError.as_str()).to_vec();
+            let reset = Transmit::reset(id, EndReason::ProtocolError.as_str()).to_vec();
             for to in [Some(harness), executor.as_ref()].into_iter().flatten() {
                 let _ = to.send(reset.clone()).await;
             }
@@ -114,7 +114,7 @@ impl Stub {
     async fn serve(self: Arc<Self>, mut stream: TcpStream) {
         stream.set_nodelay(true).unwrap();
         loop {
-            let Ok(mut head) = read_head(&mut stream, Kind::Request).await else {
+            let Ok(mut head) = read_head(&mut stream, HeadKind::Request).await else {
                 return;
             };
             if let Some(key) = head.header("sec-websocket-key") {
@@ -131,7 +131,7 @@ impl Stub {
                 stream.write_all(answer.as_bytes()).await.unwrap();
                 let executor = head.target.contains("role=environment");
                 let (reader, writer) = stream.into_split();
-                let link = Link::websocket(Role::Server, reader, writer, head.rest);
+                let link = Link::websocket(WebsocketRole::Server, reader, writer, head.rest);
                 return self.relay(executor, link).await;
             }
             let length: usize = head.header("content-length").unwrap().parse().unwrap();
@@ -216,7 +216,12 @@ impl Stub {
         self.leave(executor, &sender).await;
     }
 
-    async fn forward(&self, executor: bool, own: &mpsc::Sender<Vec<u8>>, mut incoming: Incoming) {
+    async fn forward(
+        &self,
+        executor: bool,
+        own: &mpsc::Sender<Vec<u8>>,
+        mut incoming: LinkReceiver,
+    ) {
         while let Ok(Some(event)) = incoming.recv_raw().await {
             let RawEvent::Message { bytes, text: false } = event else {
                 continue;
@@ -255,14 +260,14 @@ impl Stub {
                 }
                 state.executor = None;
                 let all = state.harnesses.iter();
-                all.map(|(id, to)| (id.clone(), to.clone(), Reason::ExecutorDetached))
+                all.map(|(id, to)| (id.clone(), to.clone(), EndReason::ExecutorDetached))
                     .collect()
             } else {
                 let gone = state.harnesses.extract_if(|_, to| to.same_channel(own));
                 let gone: Vec<_> = gone.map(|(id, _)| id).collect();
                 let executor = state.executor.clone();
                 gone.into_iter()
-                    .filter_map(|id| Some((id, executor.clone()?, Reason::HarnessDetached)))
+                    .filter_map(|id| Some((id, executor.clone()?, EndReason::HarnessDetached)))
                     .collect()
             }
         };
@@ -273,7 +278,7 @@ impl Stub {
     }
 }
 
-async fn deliver(mut receiver: mpsc::Receiver<Vec<u8>>, mut outgoing: Outgoing) {
+async fn deliver(mut receiver: mpsc::Receiver<Vec<u8>>, mut outgoing: LinkSender) {
     while let Some(frame) = receiver.recv().await {
         outgoing.push_binary([&frame, &[]]);
         if outgoing.flush().await.is_err() {

@@ -7,7 +7,7 @@ use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server::registry::RegistryAuth;
 use exec_server::{ExecBackend as _, ExecProcessEvent, ExecServerClient};
 use exec_server_testkit::proc::PATIENCE;
-use exec_server_testkit::site::Site;
+use exec_server_testkit::site::HttpSite;
 use ring::rand::SystemRandom;
 use ring::signature::{Ed25519KeyPair, KeyPair as _};
 use rustix::process::Signal;
@@ -16,7 +16,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use super::stage::{Deployment, Running, finished, program};
+use super::stage::{Deployment, RunningProgram, finished, program};
 use super::{collect, sh};
 
 /// An executor with this token.
@@ -50,7 +50,7 @@ async fn tenants_of_one_rendezvous_server_are_isolated() {
     // Both tenants call it `box`.
     let _ours = deployment.attached("box").await;
     let theirs = executor(&deployment, "acme-box", "box", &machine);
-    let _theirs = Running::start(theirs).await;
+    let _theirs = RunningProgram::start(theirs).await;
     let ours = deployment.connect("box").await;
     let theirs = connect(&deployment, "box", &person).await;
     let (home, _) = collect(&ours, "p", "readlink /proc/$PPID/cwd").await;
@@ -185,12 +185,12 @@ async fn quotas_are_reloaded_and_named_when_reached() {
 }
 
 /// An issuer that signs tokens, and publishes its keys.
-struct Issuer {
+struct TenantIssuer {
     key: Ed25519KeyPair,
     document: String,
 }
 
-impl Issuer {
+impl TenantIssuer {
     fn new(kid: &str) -> Self {
         let key = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).unwrap();
         let key = Ed25519KeyPair::from_pkcs8(key.as_ref()).unwrap();
@@ -219,9 +219,9 @@ impl Issuer {
 
 #[tokio::test]
 async fn tokens_of_an_issuer_are_accepted_for_executors_and_harnesses() {
-    let first = Issuer::new("one");
+    let first = TenantIssuer::new("one");
     let published = Arc::new(Mutex::new(first.document.clone()));
-    let site = Site::start({
+    let site = HttpSite::start({
         let published = Arc::clone(&published);
         move |_, mut stream| {
             let document = published.lock().unwrap().clone();
@@ -256,7 +256,7 @@ async fn tokens_of_an_issuer_are_accepted_for_executors_and_harnesses() {
         path
     };
     let machine = write("machine.jwt", first.token("one", "machine", "executor"));
-    let _box = Running::start(executor(&deployment, "box", "box", &machine)).await;
+    let _box = RunningProgram::start(executor(&deployment, "box", "box", &machine)).await;
     let person = write(
         "person.jwt",
         first.token("one", "ann@example.com", "harness"),
@@ -274,7 +274,7 @@ async fn tokens_of_an_issuer_are_accepted_for_executors_and_harnesses() {
         .await;
     assert_eq!(revoked["sockets_ended"], 1, "{revoked}");
     // A new signing key, once published; tokens signed with the old one are rejected.
-    let second = Issuer::new("two");
+    let second = TenantIssuer::new("two");
     published.lock().unwrap().clone_from(&second.document);
     // The executor reads its token file for each call.
     std::fs::write(&machine, second.token("two", "machine", "executor")).unwrap();

@@ -4,7 +4,7 @@ use std::process::{Child, Command, Stdio};
 
 use serde_json::json;
 
-use crate::{SandboxFixture, User, entry, for_both, read_only};
+use crate::{SandboxFixture, ServerUser, entry, for_both, read_only};
 
 for_both! {
     attack_writing_outside_the_workspace_fails,
@@ -24,7 +24,7 @@ struct OutsideProcess(Child);
 
 impl OutsideProcess {
     fn new(fixture: &SandboxFixture) -> Self {
-        let mut command = if fixture.user == User::Ordinary && crate::is_root() {
+        let mut command = if fixture.user == ServerUser::Ordinary && crate::is_root() {
             let mut command = Command::new("setpriv");
             let id = crate::NOBODY;
             command
@@ -57,7 +57,7 @@ impl Drop for OutsideProcess {
     }
 }
 
-async fn attack_writing_outside_the_workspace_fails(user: User) {
+async fn attack_writing_outside_the_workspace_fails(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let file = fixture.write("other/file", "o");
     let (other, work) = (fixture.path("other"), fixture.path("work"));
@@ -108,7 +108,7 @@ refused('device', lambda: os.mknod(work + '/disk', 0o060600, os.makedev(8, 0)))
     assert!(!std::path::Path::new("/etc/exec-server-test").exists());
 }
 
-async fn attack_reading_denied_files_fails(user: User) {
+async fn attack_reading_denied_files_fails(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     fixture.make("work/vault");
     let secret = fixture.write("work/vault/secret", "SECRET");
@@ -153,7 +153,7 @@ print('disks', 'EPERM' if not disks else disks)
     assert_eq!(std::fs::read_to_string(&secret).unwrap(), "SECRET");
 }
 
-async fn attack_on_processes_outside_fails(user: User) {
+async fn attack_on_processes_outside_fails(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let mut outside = OutsideProcess::new(&fixture);
     let pid = outside.0.id();
@@ -194,7 +194,7 @@ print(len([p for p in os.listdir('/proc') if p.isdigit()]) < 6 and 'few ESRCH')
     assert_eq!(fixture.sh(&read_only(), "exit 4").await.code, 4);
 }
 
-async fn attack_with_mounts_and_namespaces_fails(user: User) {
+async fn attack_with_mounts_and_namespaces_fails(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let work = fixture.path("work");
     let script = format!(
@@ -237,7 +237,7 @@ for name in ['setuid', 'setgid']:
     }
 }
 
-async fn attack_with_privileged_system_calls_fails(user: User) {
+async fn attack_with_privileged_system_calls_fails(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let script = r"
 for name, number in [('io_uring_setup', 425), ('io_uring_enter', 426), ('io_uring_register', 427), ('pidfd_getfd', 438)]:
@@ -257,7 +257,7 @@ else: print('x32 ENOSYS')
     }
 }
 
-async fn attack_injecting_terminal_input_fails(user: User) {
+async fn attack_injecting_terminal_input_fails(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let script = format!(
         "{}\n{}",
@@ -278,7 +278,7 @@ refused('others', lambda: [os.open('/dev/pts/' + n, os.O_RDWR) for n in os.listd
     );
 }
 
-async fn attack_reading_secrets_of_the_server_fails(user: User) {
+async fn attack_reading_secrets_of_the_server_fails(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let outcome = fixture
         .sh(&read_only(), "env; cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'; echo; cat /proc/1/status | grep -c Name")
@@ -305,7 +305,7 @@ async fn attack_reading_secrets_of_the_server_fails(user: User) {
     );
 }
 
-async fn symlinks_planted_in_the_workspace_do_not_widen_the_policy(user: User) {
+async fn symlinks_planted_in_the_workspace_do_not_widen_the_policy(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     fixture.make("work/sub");
     fixture.make("work/out");
@@ -339,7 +339,7 @@ async fn symlinks_planted_in_the_workspace_do_not_widen_the_policy(user: User) {
     assert!(out.exists());
 }
 
-async fn resource_limits_stop_exhaustion_from_inside(user: User) {
+async fn resource_limits_stop_exhaustion_from_inside(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let limits = json!({"memoryBytes": 64 << 20, "cpuSeconds": 20, "fileBytes": 4096});
     let script = "x = bytearray(1 << 30); print('had it')";
@@ -362,7 +362,7 @@ async fn resource_limits_stop_exhaustion_from_inside(user: User) {
         std::fs::metadata(fixture.path("work/big")).unwrap().len(),
         4096
     );
-    if user == User::Own && crate::is_root() {
+    if user == ServerUser::Own && crate::is_root() {
         let bomb = "f() { f | f & }; f; sleep 1; echo $(ls -d /proc/[0-9]* | wc -l)";
         let start = fixture
             .start_of(&read_only(), &["/bin/sh", "-c", bomb])
@@ -373,7 +373,7 @@ async fn resource_limits_stop_exhaustion_from_inside(user: User) {
     assert_eq!(fixture.sh(&read_only(), "exit 4").await.code, 4);
 }
 
-async fn attack_on_the_init_process_of_the_sandbox_fails(user: User) {
+async fn attack_on_the_init_process_of_the_sandbox_fails(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let script = r"
 import signal

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use crate::{SandboxFixture, User, entry, for_both, policy, special};
+use crate::{SandboxFixture, ServerUser, entry, for_both, policy, special};
 
 for_both! {
     nested_rules_apply_from_the_innermost_path,
@@ -14,7 +14,7 @@ for_both! {
     hard_links_do_not_bypass_rules,
 }
 
-async fn nested_rules_apply_from_the_innermost_path(user: User) {
+async fn nested_rules_apply_from_the_innermost_path(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     for name in ["work/a", "work/a/b", "work/a/b/c", "work/a/b/c/d"] {
         fixture.make(name);
@@ -47,7 +47,7 @@ async fn nested_rules_apply_from_the_innermost_path(user: User) {
     );
 }
 
-async fn denied_file_is_listed_but_unreadable(user: User) {
+async fn denied_file_is_listed_but_unreadable(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let secret = fixture.write("other/secret", "s");
     let sandbox = policy(
@@ -68,7 +68,7 @@ async fn denied_file_is_listed_but_unreadable(user: User) {
     );
 }
 
-async fn glob_patterns_deny_matching_files(user: User) {
+async fn glob_patterns_deny_matching_files(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     fixture.make("work/sub");
     for name in ["work/a.env", "work/sub/b.env", "work/c.txt"] {
@@ -93,7 +93,7 @@ async fn glob_patterns_deny_matching_files(user: User) {
     assert!(fixture.path("work/sub/b.env").exists() && fixture.path("work/a.env").exists());
 }
 
-async fn rule_for_one_file_makes_only_it_writable(user: User) {
+async fn rule_for_one_file_makes_only_it_writable(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let file = fixture.write("other/file", "");
     let sandbox = policy(
@@ -108,7 +108,7 @@ async fn rule_for_one_file_makes_only_it_writable(user: User) {
     assert!(!fixture.path("other/more").exists());
 }
 
-async fn denied_missing_paths_cannot_be_created(user: User) {
+async fn denied_missing_paths_cannot_be_created(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let (absent, deep) = (fixture.path("work/absent"), fixture.path("work/deep/er"));
     let mut skipped = entry(&fixture.path("work/skipped"), "read");
@@ -130,7 +130,7 @@ async fn denied_missing_paths_cannot_be_created(user: User) {
     assert!(fixture.path("work/skipped").exists());
 }
 
-async fn parents_of_a_denied_file_cannot_be_renamed(user: User) {
+async fn parents_of_a_denied_file_cannot_be_renamed(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     fixture.make("work/a");
     fixture.make("work/a/b");
@@ -148,7 +148,7 @@ async fn parents_of_a_denied_file_cannot_be_renamed(user: User) {
     assert_eq!(std::fs::read_to_string(&secret).unwrap(), "s");
 }
 
-async fn hard_links_do_not_bypass_rules(user: User) {
+async fn hard_links_do_not_bypass_rules(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let secret = fixture.write("work/secret", "s");
     let outside = fixture.write("other/file", "o");

@@ -8,7 +8,7 @@
 use std::os::unix::fs::{PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
 
-use exec_server_testkit::wire::{Client, Failure, Start, Subject, Transport};
+use exec_server_testkit::wire::{ErrorReply, StartBuilder, TestedServer, Transport, WireClient};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::process::Command;
@@ -24,7 +24,7 @@ mod requests;
 
 /// The user that runs the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum User {
+enum ServerUser {
     /// The user that runs the tests.
     Own,
     /// `nobody` (65534) if the tests run as root; otherwise the same user.
@@ -39,16 +39,16 @@ fn is_root() -> bool {
 
 /// A server, a client with a session, and a directory with a workspace.
 struct SandboxFixture {
-    client: Client,
+    client: WireClient,
     started: u32,
-    server: Subject,
-    user: User,
+    server: TestedServer,
+    user: ServerUser,
     directory: TempDir,
 }
 
 /// The result of a command.
 #[derive(Debug)]
-struct Outcome {
+struct CommandOutcome {
     code: i64,
     stdout: String,
     stderr: String,
@@ -57,10 +57,10 @@ struct Outcome {
 }
 
 impl SandboxFixture {
-    async fn new(user: User) -> Self {
+    async fn new(user: ServerUser) -> Self {
         let directory = Self::place();
         let built = Path::new(env!("CARGO_BIN_EXE_exec-server"));
-        let command = if user == User::Ordinary && is_root() {
+        let command = if user == ServerUser::Ordinary && is_root() {
             // The build directory may be unreadable for the other user.
             let program = directory.path().join("exec-server");
             std::fs::hard_link(built, &program)
@@ -80,7 +80,7 @@ impl SandboxFixture {
     }
 
     /// Uses a server that this command starts.
-    async fn on(user: User, command: Command) -> Self {
+    async fn on(user: ServerUser, command: Command) -> Self {
         Self::at(user, Self::place(), command).await
     }
 
@@ -92,12 +92,12 @@ impl SandboxFixture {
         directory
     }
 
-    async fn at(user: User, directory: TempDir, mut command: Command) -> Self {
+    async fn at(user: ServerUser, directory: TempDir, mut command: Command) -> Self {
         command
             .env_clear()
             .env("PATH", "/usr/local/bin:/usr/bin:/bin")
             .env("SERVER_SECRET", "only for the server");
-        let mut server = Subject::start(Transport::Websocket, command).await;
+        let mut server = TestedServer::start(Transport::Websocket, command).await;
         let client = server.session().await;
         let fixture = Self {
             client,
@@ -116,7 +116,7 @@ impl SandboxFixture {
     }
 
     fn own(&self, path: &Path) {
-        if self.user == User::Ordinary && is_root() {
+        if self.user == ServerUser::Ordinary && is_root() {
             chown(path, Some(NOBODY), Some(NOBODY)).unwrap();
         }
     }
@@ -137,31 +137,31 @@ impl SandboxFixture {
         path
     }
 
-    fn start_of(&mut self, sandbox: &Value, argv: &[&str]) -> Start {
+    fn start_of(&mut self, sandbox: &Value, argv: &[&str]) -> StartBuilder {
         self.started += 1;
         let cwd = format!("file://{}", self.path("work").display());
-        Start::new(&format!("p{}", self.started), argv)
+        StartBuilder::new(&format!("p{}", self.started), argv)
             .with("sandbox", sandbox.clone())
             .with("cwd", cwd)
     }
 
     /// Runs a shell script under a policy.
-    async fn sh(&mut self, sandbox: &Value, script: &str) -> Outcome {
+    async fn sh(&mut self, sandbox: &Value, script: &str) -> CommandOutcome {
         let start = self.start_of(sandbox, &["/bin/sh", "-c", script]);
         self.run(start).await
     }
 
     /// Runs a Python script under a policy.
-    async fn python(&mut self, sandbox: &Value, script: &str) -> Outcome {
+    async fn python(&mut self, sandbox: &Value, script: &str) -> CommandOutcome {
         let script = format!("{PRELUDE}\n{script}");
         let start = self.start_of(sandbox, &["python3", "-c", &script]);
         self.run(start).await
     }
 
-    async fn run(&mut self, start: Start) -> Outcome {
+    async fn run(&mut self, start: StartBuilder) -> CommandOutcome {
         let seen = self.client.run(start).await;
         let exited = seen.exited.clone().unwrap();
-        Outcome {
+        CommandOutcome {
             code: seen.exit_code(),
             stdout: seen.text("stdout"),
             stderr: seen.text("stderr"),
@@ -170,7 +170,7 @@ impl SandboxFixture {
         }
     }
 
-    async fn refused(&mut self, sandbox: &Value, argv: &[&str]) -> Failure {
+    async fn refused(&mut self, sandbox: &Value, argv: &[&str]) -> ErrorReply {
         let start = self.start_of(sandbox, argv);
         self.client.refused("process/start", start.0).await
     }
@@ -246,11 +246,11 @@ fn entry(path: &Path, access: &str) -> Value {
 macro_rules! for_both {
     ($($behaviour:ident,)*) => {
         mod own {
-            $(#[tokio::test] async fn $behaviour() { super::$behaviour($crate::User::Own).await; })*
+            $(#[tokio::test] async fn $behaviour() { super::$behaviour($crate::ServerUser::Own).await; })*
         }
         mod ordinary {
             $(#[tokio::test] async fn $behaviour() {
-                super::$behaviour($crate::User::Ordinary).await;
+                super::$behaviour($crate::ServerUser::Ordinary).await;
             })*
         }
     };

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use exec_server_testkit::wire::Start;
+use exec_server_testkit::wire::StartBuilder;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 
-use crate::{SandboxFixture, User, for_both, policy, read_only, special};
+use crate::{SandboxFixture, ServerUser, for_both, policy, read_only, special};
 
 for_both! {
     allowed_hosts_are_reachable_through_every_proxy_protocol,
@@ -57,14 +57,14 @@ fn proxy(domains: Value, more: Value) -> Value {
     proxy
 }
 
-fn managed(start: Start, proxy: Value) -> Start {
+fn managed(start: StartBuilder, proxy: Value) -> StartBuilder {
     start
         .with("enforceManagedNetwork", true)
         .with("networkProxy", json!({"proxy": proxy}))
 }
 
 /// A start whose unmatched hosts the client decides, within this time.
-fn asking(start: Start, proxy: Value, millis: u64) -> Start {
+fn asking(start: StartBuilder, proxy: Value, millis: u64) -> StartBuilder {
     let launch = json!({"proxy": proxy, "policyDecisionTimeoutMs": millis});
     start
         .with("enforceManagedNetwork", true)
@@ -87,7 +87,7 @@ way socks -x "$ALL_PROXY" '{url}'
     )
 }
 
-async fn allowed_hosts_are_reachable_through_every_proxy_protocol(user: User) {
+async fn allowed_hosts_are_reachable_through_every_proxy_protocol(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let (port, count) = web().await;
     // Hosts as requested: numbers in other bases are addresses all the same.
@@ -133,7 +133,7 @@ async fn allowed_hosts_are_reachable_through_every_proxy_protocol(user: User) {
     assert_eq!(count.load(Ordering::Relaxed), 9);
 }
 
-async fn denied_hosts_are_unreachable_through_every_proxy_protocol(user: User) {
+async fn denied_hosts_are_unreachable_through_every_proxy_protocol(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let (port, count) = web().await;
     for (domains, more, host, reason) in [
@@ -208,7 +208,7 @@ async fn denied_hosts_are_unreachable_through_every_proxy_protocol(user: User) {
     assert_eq!(count.load(Ordering::Relaxed), 1);
 }
 
-async fn managed_network_has_no_route_beside_the_proxy(user: User) {
+async fn managed_network_has_no_route_beside_the_proxy(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let (port, count) = web().await;
     let listener = std::os::unix::net::UnixListener::bind(fixture.path("other/socket")).unwrap();
@@ -257,7 +257,7 @@ s = socket.create_server(('127.0.0.1', 0)); connect(socket.AF_INET, s.getsocknam
     assert!(listener.accept().is_err());
 }
 
-async fn managed_network_applies_without_a_file_sandbox(user: User) {
+async fn managed_network_applies_without_a_file_sandbox(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let (port, count) = web().await;
     let script = format!(
@@ -287,7 +287,7 @@ async fn managed_network_applies_without_a_file_sandbox(user: User) {
     assert_eq!(count.load(Ordering::Relaxed), 3);
 }
 
-async fn client_decides_about_hosts_without_a_rule(user: User) {
+async fn client_decides_about_hosts_without_a_rule(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let (port, count) = web().await;
     let script = format!(
@@ -330,7 +330,7 @@ async fn client_decides_about_hosts_without_a_rule(user: User) {
     assert_eq!(count.load(Ordering::Relaxed), 1);
 }
 
-async fn existing_proxy_of_the_environment_is_used(user: User) {
+async fn existing_proxy_of_the_environment_is_used(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     // The existing proxy answers everything itself.
     let (port, count) = web().await;
@@ -350,7 +350,7 @@ async fn existing_proxy_of_the_environment_is_used(user: User) {
     assert_eq!(count.load(Ordering::Relaxed), 1);
 }
 
-async fn proxy_carries_a_thousand_connections(user: User) {
+async fn proxy_carries_a_thousand_connections(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let (port, count) = web().await;
     let script = format!(
@@ -382,7 +382,7 @@ print(good)
     assert_eq!(count.load(Ordering::Relaxed), 1000);
 }
 
-async fn udp_goes_through_the_socks_proxy(user: User) {
+async fn udp_goes_through_the_socks_proxy(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let host = tokio::net::UdpSocket::bind("127.0.0.1:0").await.unwrap();
     let port = host.local_addr().unwrap().port();
@@ -425,7 +425,7 @@ for n in range(3):
 
 #[tokio::test]
 async fn environment_of_the_command_names_the_proxy() {
-    let mut fixture = SandboxFixture::new(User::Own).await;
+    let mut fixture = SandboxFixture::new(ServerUser::Own).await;
     for (socks, expected) in [(true, "socks5h"), (false, "http")] {
         let script = "env | sort | grep -i -e proxy -e CODEX_";
         let start = fixture.start_of(&read_only(), &["sh", "-c", script]);
@@ -448,7 +448,7 @@ async fn environment_of_the_command_names_the_proxy() {
 
 #[tokio::test]
 async fn proxy_without_enforcement_can_be_bypassed() {
-    let mut fixture = SandboxFixture::new(User::Own).await;
+    let mut fixture = SandboxFixture::new(ServerUser::Own).await;
     let (port, _) = web().await;
     let script = format!(
         "curl -s http://127.0.0.1:{port}/; curl -s --noproxy '*' http://127.0.0.1:{port}/; \
@@ -469,7 +469,7 @@ async fn proxy_without_enforcement_can_be_bypassed() {
 
 #[tokio::test]
 async fn start_rejects_invalid_proxy_settings() {
-    let mut fixture = SandboxFixture::new(User::Own).await;
+    let mut fixture = SandboxFixture::new(ServerUser::Own).await;
     let good = || proxy(json!({}), json!({}));
     let launch = |proxy: Value| json!({"proxy": proxy});
     for (launch, text) in [
@@ -499,7 +499,7 @@ async fn start_rejects_invalid_proxy_settings() {
         assert_eq!(failure.code, -32602);
         assert!(failure.message.contains(text), "{failure}");
     }
-    let nameless = Start::new("", &["true"]).with(
+    let nameless = StartBuilder::new("", &["true"]).with(
         "networkProxy",
         json!({"proxy": good(), "policyDecisionTimeoutMs": 1}),
     );
@@ -535,7 +535,7 @@ print('200', codes.count('200'), '403', codes.count('403'))
 
 #[tokio::test]
 async fn pending_network_decisions_are_limited() {
-    let mut fixture = SandboxFixture::new(User::Own).await;
+    let mut fixture = SandboxFixture::new(ServerUser::Own).await;
     let (port, _) = web().await;
     let script = format!("{}\n{}", crate::PRELUDE, many(port, 300));
     let start = fixture.start_of(&read_only(), &["python3", "-c", &script]);
@@ -569,7 +569,7 @@ async fn pending_network_decisions_are_limited() {
 
 #[tokio::test]
 async fn late_missing_or_invalid_decisions_count_as_refusal() {
-    let mut fixture = SandboxFixture::new(User::Own).await;
+    let mut fixture = SandboxFixture::new(ServerUser::Own).await;
     let (port, count) = web().await;
     let script = format!(
         "curl -s -m 60 --noproxy '' -o /dev/null -w '%{{http_code}}\\n' http://127.0.0.1:{port}/"
@@ -604,7 +604,7 @@ async fn late_missing_or_invalid_decisions_count_as_refusal() {
 
 #[tokio::test]
 async fn network_decision_is_a_refusal_when_the_connection_is_lost() {
-    let mut fixture = SandboxFixture::new(User::Own).await;
+    let mut fixture = SandboxFixture::new(ServerUser::Own).await;
     let (port, count) = web().await;
     let script = format!(
         "curl -s -m 60 --noproxy '' -o /dev/null -w '%{{http_code}}\\n' http://127.0.0.1:{port}/; \
@@ -650,7 +650,7 @@ async fn responses_are_handled_while_a_request_is_running() {
     // One request at a time, and that one waits for an event that only the response causes.
     let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command.args(["--concurrent-requests", "1"]);
-    let mut fixture = SandboxFixture::on(User::Own, command).await;
+    let mut fixture = SandboxFixture::on(ServerUser::Own, command).await;
     let (port, _) = web().await;
     let script = format!(
         "curl -s -m 60 --noproxy '' -o /dev/null -w '%{{http_code}}\\n' http://127.0.0.1:{port}/"
@@ -685,7 +685,7 @@ async fn responses_are_handled_while_a_request_is_running() {
 
 #[tokio::test]
 async fn end_of_the_command_closes_its_proxy_connections() {
-    let mut fixture = SandboxFixture::new(User::Own).await;
+    let mut fixture = SandboxFixture::new(ServerUser::Own).await;
     // Accepts connections and sends nothing.
     let hanging = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = hanging.local_addr().unwrap().port();
@@ -707,7 +707,7 @@ async fn end_of_the_command_closes_its_proxy_connections() {
 
 #[tokio::test]
 async fn network_capabilities_match_behaviour() {
-    let mut fixture = SandboxFixture::new(User::Own).await;
+    let mut fixture = SandboxFixture::new(ServerUser::Own).await;
     let info = fixture.client.ok("environment/info", Value::Null).await;
     assert_eq!(info["capabilities"]["networkProxyLaunch"], true);
     assert_eq!(info["capabilities"]["networkProxyReviewDomains"], true);
@@ -729,7 +729,7 @@ async fn network_capabilities_match_behaviour() {
 
 #[tokio::test]
 async fn unix_sockets_are_reachable_only_with_the_option() {
-    let mut fixture = SandboxFixture::new(User::Own).await;
+    let mut fixture = SandboxFixture::new(ServerUser::Own).await;
     let path = fixture.path("work/socket");
     let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
     let script = format!(

@@ -3,7 +3,7 @@
 use serde_json::json;
 use tokio::io::AsyncReadExt as _;
 
-use crate::{SandboxFixture, User, for_both, policy, read_only, special};
+use crate::{SandboxFixture, ServerUser, for_both, policy, read_only, special};
 
 for_both! {
     socket_pairs_work_without_network,
@@ -12,7 +12,7 @@ for_both! {
     enabled_network_reaches_the_host_and_files_stay_restricted,
 }
 
-async fn socket_pairs_work_without_network(user: User) {
+async fn socket_pairs_work_without_network(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let script = r"
 import array, asyncio, threading
@@ -41,7 +41,7 @@ print('end')
     );
 }
 
-async fn every_socket_family_is_refused_without_network(user: User) {
+async fn every_socket_family_is_refused_without_network(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let script = r"
 for name, family, kind in [('inet', 2, 1), ('inet udp', 2, 2), ('inet6', 10, 1), ('netlink', 16, 3),
@@ -60,7 +60,7 @@ refused('pair of datagrams', lambda: call(libc.socketpair, 1, 2, 0, (ctypes.c_in
     assert_eq!(outcome.stdout, "1\n", "more than a loopback: {outcome:?}");
 }
 
-async fn unix_sockets_of_the_host_are_unreachable_without_network(user: User) {
+async fn unix_sockets_of_the_host_are_unreachable_without_network(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let path = fixture.path("other/socket");
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
@@ -102,7 +102,7 @@ refused('datagram', lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
     assert!(datagrams.recv(&mut [0; 9]).is_err());
 }
 
-async fn enabled_network_reaches_the_host_and_files_stay_restricted(user: User) {
+async fn enabled_network_reaches_the_host_and_files_stay_restricted(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();

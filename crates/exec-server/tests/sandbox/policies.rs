@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use tokio::process::Command;
 
-use crate::{SandboxFixture, User, entry, for_both, policy, read_only, special};
+use crate::{SandboxFixture, ServerUser, entry, for_both, policy, read_only, special};
 
 for_both! {
     policy_without_restrictions_enforces_nothing,
@@ -23,7 +23,7 @@ async fn started(fixture: &mut SandboxFixture, sandbox: &Value) -> Value {
     fixture.client.start(start).await
 }
 
-async fn policy_without_restrictions_enforces_nothing(user: User) {
+async fn policy_without_restrictions_enforces_nothing(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let all =
         json!({"type": "managed", "network": "enabled", "file_system": {"type": "unrestricted"}});
@@ -53,7 +53,7 @@ async fn policy_without_restrictions_enforces_nothing(user: User) {
     assert_eq!(result["enforcement"], Value::Null);
 }
 
-async fn policy_with_only_a_network_restriction_uses_only_seccomp(user: User) {
+async fn policy_with_only_a_network_restriction_uses_only_seccomp(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let sandbox = json!({"windowsSandboxLevel": "disabled",
         "permissions": {"type": "external", "network": "restricted"}});
@@ -80,7 +80,7 @@ async fn policy_with_only_a_network_restriction_uses_only_seccomp(user: User) {
     assert_eq!(outcome.stdout, "inet EPERM\n");
 }
 
-async fn read_only_policy_denies_all_writes(user: User) {
+async fn read_only_policy_denies_all_writes(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     fixture.write("work/file", "text");
     let result = started(&mut fixture, &read_only()).await;
@@ -123,7 +123,7 @@ async fn read_only_policy_denies_all_writes(user: User) {
     assert_eq!(outcome.exited.get("denials"), None);
 }
 
-async fn workspace_policy_allows_writes_only_in_the_workspace(user: User) {
+async fn workspace_policy_allows_writes_only_in_the_workspace(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let sandbox = fixture.workspace();
     let other = fixture.path("other");
@@ -158,7 +158,7 @@ async fn workspace_policy_allows_writes_only_in_the_workspace(user: User) {
     assert_eq!(fixture.sh(&without, "echo x > file").await.code, 0);
 }
 
-async fn minimal_policy_shows_only_system_files(user: User) {
+async fn minimal_policy_shows_only_system_files(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let work = fixture.path("work");
     let sandbox = policy(
@@ -199,7 +199,7 @@ async fn minimal_policy_shows_only_system_files(user: User) {
     assert!(failure.message.contains("working directory"), "{failure}");
 }
 
-async fn write_everywhere_policy_still_masks_denied_files(user: User) {
+async fn write_everywhere_policy_still_masks_denied_files(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let secret = fixture.write("other/secret", "s");
     let other = fixture.path("other");
@@ -221,7 +221,7 @@ async fn write_everywhere_policy_still_masks_denied_files(user: User) {
     assert!(outcome.denied);
 }
 
-async fn sandboxed_command_has_no_capabilities(user: User) {
+async fn sandboxed_command_has_no_capabilities(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let outcome = fixture
         .sh(
@@ -230,7 +230,7 @@ async fn sandboxed_command_has_no_capabilities(user: User) {
         )
         .await;
     let uid = match user {
-        User::Ordinary if crate::is_root() => crate::NOBODY,
+        ServerUser::Ordinary if crate::is_root() => crate::NOBODY,
         _ => rustix::process::geteuid().as_raw(),
     };
     let none = "0000000000000000";
@@ -241,7 +241,7 @@ async fn sandboxed_command_has_no_capabilities(user: User) {
     assert_eq!(outcome.stdout, expected);
 }
 
-async fn invalid_policies_are_rejected(user: User) {
+async fn invalid_policies_are_rejected(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let with =
         |permissions: Value| json!({"windowsSandboxLevel": "disabled", "permissions": permissions});
@@ -273,7 +273,7 @@ async fn invalid_policies_are_rejected(user: User) {
     }
 }
 
-async fn rule_through_a_writable_symlink_is_rejected(user: User) {
+async fn rule_through_a_writable_symlink_is_rejected(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     std::os::unix::fs::symlink("/etc", fixture.path("work/link")).unwrap();
     let link = fixture.path("work/link");
@@ -286,7 +286,7 @@ async fn rule_through_a_writable_symlink_is_rejected(user: User) {
     }
 }
 
-async fn managed_network_without_a_usable_proxy_is_rejected(user: User) {
+async fn managed_network_without_a_usable_proxy_is_rejected(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     for (env, value) in [
         ("X", "http://127.0.0.1:9"),
@@ -306,7 +306,7 @@ async fn managed_network_without_a_usable_proxy_is_rejected(user: User) {
 
 #[tokio::test]
 async fn managed_network_without_namespaces_is_rejected() {
-    let mut fixture = SandboxFixture::on(User::Own, without_namespaces(false)).await;
+    let mut fixture = SandboxFixture::on(ServerUser::Own, without_namespaces(false)).await;
     let info = fixture.client.ok("environment/info", json!(null)).await;
     assert_eq!(info["capabilities"]["networkProxyLaunch"], false);
     let start = fixture
@@ -338,7 +338,7 @@ fn without_namespaces(privileged: bool) -> Command {
 
 #[tokio::test]
 async fn landlock_enforces_policies_without_namespaces() {
-    let mut fixture = SandboxFixture::on(User::Own, without_namespaces(false)).await;
+    let mut fixture = SandboxFixture::on(ServerUser::Own, without_namespaces(false)).await;
     let result = started(&mut fixture, &read_only()).await;
     let enforcement = &result["enforcement"];
     assert_eq!(enforcement["level"], "full", "{enforcement}");
@@ -389,7 +389,7 @@ async fn landlock_enforces_policies_without_namespaces() {
 
 #[tokio::test]
 async fn root_uses_mount_namespaces_without_user_namespaces() {
-    let mut fixture = SandboxFixture::on(User::Own, without_namespaces(true)).await;
+    let mut fixture = SandboxFixture::on(ServerUser::Own, without_namespaces(true)).await;
     let sandbox = fixture.workspace();
     let result = started(&mut fixture, &sandbox).await;
     let enforcement = &result["enforcement"];

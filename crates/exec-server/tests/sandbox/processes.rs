@@ -6,7 +6,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::requests::{is_spare, is_standby};
-use crate::{SandboxFixture, User, for_both, policy, read_only, special};
+use crate::{SandboxFixture, ServerUser, for_both, policy, read_only, special};
 
 for_both! {
     exit_status_and_signal_are_reported_from_a_sandbox,
@@ -28,7 +28,7 @@ for_both! {
     killed_spare_launcher_is_replaced,
 }
 
-async fn killed_standby_launcher_is_replaced(user: User) {
+async fn killed_standby_launcher_is_replaced(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let server = fixture.server.server_pid().await;
     let standby = || -> Vec<i32> {
@@ -72,7 +72,7 @@ async fn spare(server: u32) -> i32 {
     .await
 }
 
-async fn killed_spare_launcher_is_replaced(user: User) {
+async fn killed_spare_launcher_is_replaced(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let server = fixture.server.server_pid().await;
     let mut seen = Vec::new();
@@ -137,7 +137,7 @@ async fn sandbox_sees_file_systems_mounted_and_unmounted_later() {
         command.args(["--user", "--map-root-user"]);
     }
     command.arg(env!("CARGO_BIN_EXE_exec-server"));
-    let mut fixture = SandboxFixture::on(User::Own, command).await;
+    let mut fixture = SandboxFixture::on(ServerUser::Own, command).await;
     let server = fixture.server.server_pid().await;
     let work = fixture.path("work").display().to_string();
     let inside = |script: String| {
@@ -169,7 +169,7 @@ async fn sandbox_sees_file_systems_mounted_and_unmounted_later() {
     assert_ne!(outcome.code, 0, "{}", outcome.stdout);
 }
 
-async fn exit_status_and_signal_are_reported_from_a_sandbox(user: User) {
+async fn exit_status_and_signal_are_reported_from_a_sandbox(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     for tty in [false, true] {
         for (script, code, signal) in [
@@ -202,7 +202,7 @@ async fn exit_status_and_signal_are_reported_from_a_sandbox(user: User) {
     assert!(used["userMs"].as_u64().unwrap() > 0, "{used}");
 }
 
-async fn program_that_cannot_be_executed_is_a_start_error(user: User) {
+async fn program_that_cannot_be_executed_is_a_start_error(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     fixture.write("work/text", "no program");
     for tty in [false, true] {
@@ -227,7 +227,7 @@ async fn program_that_cannot_be_executed_is_a_start_error(user: User) {
     }
 }
 
-async fn arguments_and_environment_reach_the_sandboxed_command(user: User) {
+async fn arguments_and_environment_reach_the_sandboxed_command(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let odd = "a b\t\"'$x\n\u{e4}";
     let start = fixture
@@ -269,7 +269,7 @@ async fn arguments_and_environment_reach_the_sandboxed_command(user: User) {
     assert_eq!(fixture.client.closed(&id).await.text("stdout"), "through");
 }
 
-async fn signals_reach_the_sandboxed_command(user: User) {
+async fn signals_reach_the_sandboxed_command(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     for (signal, name, scope) in [
         ("interrupt", "INT", "group"),
@@ -307,7 +307,7 @@ async fn signals_reach_the_sandboxed_command(user: User) {
     assert_eq!(fixture.client.closed(&id).await.exit_code(), 130);
 }
 
-async fn sandboxed_command_starts_with_default_signal_handling(user: User) {
+async fn sandboxed_command_starts_with_default_signal_handling(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     // Once from a launcher that was executed, once from one that was forked.
     for _ in 0..2 {
@@ -322,7 +322,7 @@ async fn sandboxed_command_starts_with_default_signal_handling(user: User) {
 }
 
 /// The launcher between server and command ends as the command does, whatever signal it got.
-async fn signals_to_the_launcher_do_not_change_the_exit_status(user: User) {
+async fn signals_to_the_launcher_do_not_change_the_exit_status(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     for (end, code, name) in [
         ("kill -SEGV $$", 139, json!("SIGSEGV")),
@@ -354,7 +354,7 @@ async fn signals_to_the_launcher_do_not_change_the_exit_status(user: User) {
     }
 }
 
-async fn sandboxed_command_can_be_stopped_and_continued(user: User) {
+async fn sandboxed_command_can_be_stopped_and_continued(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let script = "trap 'echo on; exit 0' CONT; echo up; while :; do sleep 0.02; done";
     let start = fixture.start_of(&read_only(), &["/bin/sh", "-c", script]);
@@ -384,7 +384,7 @@ async fn key(fixture: &mut SandboxFixture, id: &str, number: u32, keys: &str) {
     fixture.client.ok("process/write", write).await;
 }
 
-async fn sandboxed_terminal_has_job_control(user: User) {
+async fn sandboxed_terminal_has_job_control(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let start = fixture
         .start_of(&read_only(), &["bash", "--norc", "-i"])
@@ -422,7 +422,7 @@ async fn sandboxed_terminal_has_job_control(user: User) {
     assert_eq!(fixture.client.closed(&id).await.exit_code(), 5);
 }
 
-async fn sandboxed_terminal_gets_interrupts_and_resizes(user: User) {
+async fn sandboxed_terminal_gets_interrupts_and_resizes(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let script =
         "trap 'echo caught' INT; trap 'stty size' WINCH; echo up; while :; do sleep 0.05; done";
@@ -449,7 +449,7 @@ async fn sandboxed_terminal_gets_interrupts_and_resizes(user: User) {
     assert_eq!(fixture.client.closed(&id).await.exit_code(), 137);
 }
 
-async fn terminate_kills_sandboxed_descendants(user: User) {
+async fn terminate_kills_sandboxed_descendants(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     for tty in [false, true] {
         let marker = proc::marker();
@@ -478,7 +478,7 @@ async fn terminate_kills_sandboxed_descendants(user: User) {
     }
 }
 
-async fn timeout_and_graceful_terminate_work_in_a_sandbox(user: User) {
+async fn timeout_and_graceful_terminate_work_in_a_sandbox(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let script = "trap 'echo bye; exit 9' TERM; echo up; while :; do sleep 0.05; done";
     let start = fixture
@@ -503,7 +503,7 @@ async fn timeout_and_graceful_terminate_work_in_a_sandbox(user: User) {
     assert_eq!(fixture.client.closed(&id).await.exit_code(), 9);
 }
 
-async fn sandboxed_background_processes_end_with_the_command(user: User) {
+async fn sandboxed_background_processes_end_with_the_command(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let marker = proc::marker();
     let start = fixture
@@ -517,7 +517,7 @@ async fn sandboxed_background_processes_end_with_the_command(user: User) {
     proc::all_gone(&marker).await;
 }
 
-async fn input_closed_by_the_sandboxed_command_is_reported(user: User) {
+async fn input_closed_by_the_sandboxed_command_is_reported(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let script = "exec <&-; echo up; sleep 600";
     let start = fixture
@@ -540,7 +540,7 @@ async fn input_closed_by_the_sandboxed_command_is_reported(user: User) {
     }
 }
 
-async fn resource_limits_apply_in_a_sandbox(user: User) {
+async fn resource_limits_apply_in_a_sandbox(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let start = fixture
         .start_of(&read_only(), &["/bin/sh", "-c", "ulimit -n; ulimit -f"])
@@ -548,7 +548,7 @@ async fn resource_limits_apply_in_a_sandbox(user: User) {
     let outcome = fixture.run(start).await;
     assert_eq!(outcome.stdout, "77\n2\n", "{outcome:?}");
     // The launcher's own processes do not count: a limit of three allows a shell and its child.
-    if user == User::Own && crate::is_root() {
+    if user == ServerUser::Own && crate::is_root() {
         let script = "(:; :) && echo one; for i in 1 2 3 4 5 6 7 8; do sleep 600 & done; echo none";
         let start = fixture
             .start_of(&read_only(), &["/bin/sh", "-c", script])
@@ -559,7 +559,7 @@ async fn resource_limits_apply_in_a_sandbox(user: User) {
     }
 }
 
-async fn sandboxed_command_inherits_no_descriptors(user: User) {
+async fn sandboxed_command_inherits_no_descriptors(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     for tty in [false, true] {
         let start = fixture

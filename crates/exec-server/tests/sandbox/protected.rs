@@ -5,7 +5,7 @@ use std::time::Duration;
 use exec_server_testkit::proc;
 use serde_json::json;
 
-use crate::{SandboxFixture, User, for_both};
+use crate::{SandboxFixture, ServerUser, for_both};
 
 for_both! {
     protected_directories_are_read_only,
@@ -40,7 +40,7 @@ async fn wait_until_only(fixture: &SandboxFixture, expected: &[&str]) {
     .await;
 }
 
-async fn protected_directories_are_read_only(user: User) {
+async fn protected_directories_are_read_only(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     for name in [".git", ".agents", ".codex", ".aws"] {
         fixture.make(&format!("work/{name}"));
@@ -60,7 +60,7 @@ async fn protected_directories_are_read_only(user: User) {
     wait_until_only(&fixture, &[".agents", ".aws", ".codex", ".git"]).await;
 }
 
-async fn missing_protected_names_cannot_be_created(user: User) {
+async fn missing_protected_names_cannot_be_created(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let sandbox = fixture.workspace();
     for attempt in [
@@ -78,7 +78,7 @@ async fn missing_protected_names_cannot_be_created(user: User) {
     wait_until_only(&fixture, &["x"]).await;
 }
 
-async fn protected_name_with_a_write_rule_is_writable(user: User) {
+async fn protected_name_with_a_write_rule_is_writable(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     fixture.make("work/.git");
     let grant = json!({"access": "write",
@@ -91,7 +91,7 @@ async fn protected_name_with_a_write_rule_is_writable(user: User) {
     assert_ne!(outcome.code, 0);
 }
 
-async fn git_file_and_its_target_are_read_only(user: User) {
+async fn git_file_and_its_target_are_read_only(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     fixture.make("work/real");
     fixture.write("work/.git", "gitdir: real\n");
@@ -115,7 +115,7 @@ async fn git_file_and_its_target_are_read_only(user: User) {
     );
 }
 
-async fn protected_symlink_cannot_be_replaced(user: User) {
+async fn protected_symlink_cannot_be_replaced(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     fixture.make("work/real");
     std::os::unix::fs::symlink("real", fixture.path("work/.codex")).unwrap();
@@ -140,7 +140,7 @@ async fn protected_symlink_cannot_be_replaced(user: User) {
     );
 }
 
-async fn placeholders_stay_until_the_last_sandbox_has_ended(user: User) {
+async fn placeholders_stay_until_the_last_sandbox_has_ended(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let sandbox = fixture.workspace();
     let long = fixture
@@ -167,7 +167,7 @@ async fn placeholders_stay_until_the_last_sandbox_has_ended(user: User) {
     wait_until_only(&fixture, &[]).await;
 }
 
-async fn killed_sandbox_leaves_no_placeholders(user: User) {
+async fn killed_sandbox_leaves_no_placeholders(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let sandbox = fixture.workspace();
     let marker = proc::marker();
@@ -194,7 +194,7 @@ async fn killed_sandbox_leaves_no_placeholders(user: User) {
     wait_until_only(&fixture, &[]).await;
 }
 
-async fn placeholders_of_a_killed_server_are_removed_by_the_next(user: User) {
+async fn placeholders_of_a_killed_server_are_removed_by_the_next(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let sandbox = fixture.workspace();
     let long = fixture.start_of(&sandbox, &["/bin/sh", "-c", "echo up; sleep 600"]);

@@ -7,7 +7,7 @@ use exec_server_testkit::wire::{bytes, chunk};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::{SandboxFixture, User, entry, for_both, policy, read_only, special};
+use crate::{SandboxFixture, ServerUser, entry, for_both, policy, read_only, special};
 
 for_both! {
     every_file_method_works_in_a_workspace,
@@ -126,7 +126,7 @@ fn changes(directory: &Path) -> Vec<(&'static str, &'static str, Value)> {
     ]
 }
 
-async fn every_file_method_works_in_a_workspace(user: User) {
+async fn every_file_method_works_in_a_workspace(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let secret = fixture.write("other/secret", "s");
     // With a denied path, so that reading needs a helper too.
@@ -234,7 +234,7 @@ async fn every_file_method_works_in_a_workspace(user: User) {
     }
 }
 
-async fn file_requests_cannot_write_outside_the_workspace(user: User) {
+async fn file_requests_cannot_write_outside_the_workspace(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     fixture.write("other/f", "old");
     let other = fixture.path("other");
@@ -259,7 +259,7 @@ async fn file_requests_cannot_write_outside_the_workspace(user: User) {
     assert_eq!(std::fs::read_to_string(other.join("f")).unwrap(), "old");
 }
 
-async fn file_requests_cannot_read_denied_paths(user: User) {
+async fn file_requests_cannot_read_denied_paths(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let (file, directory) = (
         fixture.write("other/secret", "s"),
@@ -303,7 +303,7 @@ async fn file_requests_cannot_read_denied_paths(user: User) {
     assert_eq!(refused.unwrap_err().0, INVALID_PARAMS);
 }
 
-async fn file_requests_under_a_minimal_policy_see_only_system_files(user: User) {
+async fn file_requests_under_a_minimal_policy_see_only_system_files(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let file = fixture.write("other/f", "s");
     let sandbox = policy(vec![special("minimal", "read")], "restricted");
@@ -322,7 +322,7 @@ async fn file_requests_under_a_minimal_policy_see_only_system_files(user: User) 
     );
 }
 
-async fn capability_discovery_applies_the_policy_of_each_root(user: User) {
+async fn capability_discovery_applies_the_policy_of_each_root(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     fixture.make("work/.codex-plugin");
     fixture.write("work/.codex-plugin/plugin.json", "{}");
@@ -368,7 +368,7 @@ async fn capability_discovery_applies_the_policy_of_each_root(user: User) {
     assert!(found["roots"][4]["plugin"].is_object());
 }
 
-async fn file_requests_cannot_change_protected_names(user: User) {
+async fn file_requests_cannot_change_protected_names(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     fixture.make("work/.git");
     fixture.write("work/.git/config", "c");
@@ -407,7 +407,7 @@ async fn file_requests_cannot_change_protected_names(user: User) {
     .await;
 }
 
-async fn file_requests_do_not_follow_planted_symlinks(user: User) {
+async fn file_requests_do_not_follow_planted_symlinks(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let secret = fixture.write("other/secret", "s");
     let sandbox = fixture.request_policy(&[entry(&secret, "deny")]);
@@ -442,7 +442,7 @@ async fn file_requests_do_not_follow_planted_symlinks(user: User) {
     assert_eq!(std::fs::read_dir(fixture.path("other")).unwrap().count(), 1);
 }
 
-async fn denied_file_stays_denied_after_it_is_replaced(user: User) {
+async fn denied_file_stays_denied_after_it_is_replaced(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let secret = fixture.write("other/secret", "one");
     let sandbox = policy(
@@ -468,7 +468,7 @@ async fn denied_file_stays_denied_after_it_is_replaced(user: User) {
     );
 }
 
-async fn handles_stream_files_under_a_policy(user: User) {
+async fn handles_stream_files_under_a_policy(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let pinned = fixture.write("work/pinned", "old");
     let sandbox =
@@ -514,7 +514,7 @@ async fn handles_stream_files_under_a_policy(user: User) {
 }
 
 /// For files of every size and repeatedly: the result is the same as without a policy.
-async fn running_helper_reads_the_current_content(user: User) {
+async fn running_helper_reads_the_current_content(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let secret = fixture.write("other/secret", "s");
     let sandbox = policy(
@@ -558,7 +558,7 @@ async fn running_helper_reads_the_current_content(user: User) {
     assert!((1..=4).contains(&fixture.helpers().await.len()));
 }
 
-async fn killed_helper_fails_at_most_one_request(user: User) {
+async fn killed_helper_fails_at_most_one_request(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let secret = fixture.write("other/secret", "s");
     let sandbox = policy(
@@ -632,7 +632,7 @@ async fn killed_helper_fails_at_most_one_request(user: User) {
     );
 }
 
-async fn helpers_are_limited_and_end_with_the_server(user: User) {
+async fn helpers_are_limited_and_end_with_the_server(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let mut most = 0;
     for n in 0..20 {
@@ -670,7 +670,7 @@ async fn helpers_are_limited_and_end_with_the_server(user: User) {
     .await;
 }
 
-async fn policies_without_file_restrictions_start_no_helper(user: User) {
+async fn policies_without_file_restrictions_start_no_helper(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let file = fixture.path("other/f");
     let everything = policy(vec![special("root", "write")], "restricted");
@@ -703,7 +703,7 @@ async fn policies_without_file_restrictions_start_no_helper(user: User) {
     assert!(fixture.helpers().await.is_empty());
 }
 
-async fn file_requests_reject_invalid_policies(user: User) {
+async fn file_requests_reject_invalid_policies(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let file = fixture.write("work/f", "x");
     let foreign = json!({"path": {"type": "path", "path": "file:///c:/x"}, "access": "deny"});

@@ -11,9 +11,9 @@ use exec_server::{
     CollectOptions, ExecBackend as _, ExecServerClient, RemoteExecServerConnectArgs,
 };
 use exec_server_testkit::proc;
-use exec_server_testkit::proxy::Proxy;
-use exec_server_testkit::server::Server;
-use exec_server_testkit::wire::{Client, Start};
+use exec_server_testkit::proxy::TcpProxy;
+use exec_server_testkit::server::ServerProcess;
+use exec_server_testkit::wire::{StartBuilder, WireClient};
 use exec_server_transport::tls::{Pin, TlsClientOptions};
 use exec_server_transport::{ConnectError, ConnectOptions, Link, connect};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, date_time_ymd};
@@ -83,14 +83,14 @@ impl Authority {
     }
 }
 
-async fn serve(args: &[&str]) -> Server {
+async fn serve(args: &[&str]) -> ServerProcess {
     let mut command = program();
     command.args(args);
-    Server::listening(command, "wss://127.0.0.1:0").await
+    ServerProcess::listening(command, "wss://127.0.0.1:0").await
 }
 
 /// A server with this certificate and key.
-async fn serve_with((cert, key): &(PathBuf, PathBuf), more: &[&str]) -> Server {
+async fn serve_with((cert, key): &(PathBuf, PathBuf), more: &[&str]) -> ServerProcess {
     let mut args = vec!["--tls-cert", cert.to_str().unwrap()];
     args.extend(["--tls-key", key.to_str().unwrap()]);
     args.extend(more);
@@ -104,11 +104,11 @@ async fn dial(url: &str, tls: TlsClientOptions) -> Result<Link, ConnectError> {
 }
 
 /// Connects, opens a session and runs a command with much output.
-async fn assert_connects(url: &str, tls: TlsClientOptions) -> Client {
-    let mut client = Client::new(dial(url, tls).await.unwrap());
+async fn assert_connects(url: &str, tls: TlsClientOptions) -> WireClient {
+    let mut client = WireClient::new(dial(url, tls).await.unwrap());
     client.initialize(json!({"clientName": "test"})).await;
     client
-        .run(Start::sh("p", "head -c 3000000 /dev/zero; exit 4"))
+        .run(StartBuilder::sh("p", "head -c 3000000 /dev/zero; exit 4"))
         .await;
     let observed = client.observed("p");
     assert_eq!(observed.bytes("stdout").len(), 3_000_000);
@@ -137,7 +137,7 @@ fn pinned(pin: &str) -> TlsClientOptions {
 }
 
 /// The pin that a server has printed.
-fn printed_pin(server: &Server) -> String {
+fn printed_pin(server: &ServerProcess) -> String {
     let stderr = server.stderr();
     let pin = stderr
         .lines()
@@ -230,16 +230,16 @@ async fn server_with_client_ca_requires_a_client_certificate() {
     let mut other = authority.trusted();
     other.identity = Some(clients.issue("other", "somebody", false));
     let resume = json!({"clientName": "test", "resumeSessionId": session});
-    let mut thief = Client::new(dial(server.url(), other).await.unwrap());
+    let mut thief = WireClient::new(dial(server.url(), other).await.unwrap());
     thief.refused("initialize", resume.clone()).await;
-    let mut owner = Client::new(dial(server.url(), known).await.unwrap());
+    let mut owner = WireClient::new(dial(server.url(), known).await.unwrap());
     assert_eq!(owner.initialize(resume).await["sessionId"], session);
     // With client certificates the server may listen on the network.
     let mut command = program();
     command.args(["--tls-cert", identity.0.to_str().unwrap()]);
     command.args(["--tls-key", identity.1.to_str().unwrap()]);
     command.args(["--tls-client-ca", ca.to_str().unwrap()]);
-    Server::listening(command, "wss://0.0.0.0:0").await;
+    ServerProcess::listening(command, "wss://0.0.0.0:0").await;
 }
 
 #[tokio::test]
@@ -379,7 +379,7 @@ async fn token_is_required_over_tls() {
         .args(["--tls-self-signed", "--ws-auth", "capability-token"])
         .arg("--ws-token-file")
         .arg(&file);
-    let server = Server::listening(command, "wss://127.0.0.1:0").await;
+    let server = ServerProcess::listening(command, "wss://127.0.0.1:0").await;
     let mut options = ConnectOptions::default();
     options.tls = pinned(&printed_pin(&server));
     let error = connect(server.url(), &options).await.unwrap_err();
@@ -398,7 +398,7 @@ async fn session_over_tls_resumes_after_disconnects() {
     let files = authority.issue("server", "127.0.0.1", false);
     let server = serve_with(&files, &[]).await;
     let plain = |url: &str| url.replace("wss://", "ws://");
-    let proxy = Proxy::start(&plain(server.url())).await;
+    let proxy = TcpProxy::start(&plain(server.url())).await;
     let mut args = RemoteExecServerConnectArgs::new(proxy.url().replace("ws://", "wss://"), "test");
     args.tls = authority.trusted();
     args.options.recovery.first_pause = Duration::from_millis(2);

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use exec_server_testkit::wire::{Client, Transport, fields};
+use exec_server_testkit::wire::{Transport, WireClient, fields};
 use serde_json::{Value, json};
 
 use crate::{over_all, served};
@@ -17,9 +17,9 @@ fn uri(path: &Path) -> String {
 }
 
 /// A directory with files.
-struct Tree(tempfile::TempDir);
+struct CapabilityTree(tempfile::TempDir);
 
-impl Tree {
+impl CapabilityTree {
     fn new(files: &[(&str, &str)]) -> Self {
         let tree = Self(tempfile::tempdir().unwrap());
         for (path, text) in files {
@@ -54,7 +54,7 @@ impl Tree {
     }
 }
 
-async fn discover(client: &mut Client, roots: &[&str]) -> Vec<Value> {
+async fn discover(client: &mut WireClient, roots: &[&str]) -> Vec<Value> {
     let roots: Vec<_> = roots
         .iter()
         .map(|path| json!({"id": "r", "path": path}))
@@ -68,7 +68,7 @@ async fn discover(client: &mut Client, roots: &[&str]) -> Vec<Value> {
     found
 }
 
-async fn one(client: &mut Client, tree: &Tree, name: &str) -> Value {
+async fn one(client: &mut WireClient, tree: &CapabilityTree, name: &str) -> Value {
     discover(client, &[&tree.uri(name)]).await.remove(0)
 }
 
@@ -101,7 +101,7 @@ async fn discovery_finds_plugins_and_skills(on: Transport) {
     let (_server, mut client) = served(on).await;
     let info = client.ok("environment/info", Value::Null).await;
     assert_eq!(info["capabilities"]["capabilityDiscoverySandbox"], true);
-    let tree = Tree::new(&[
+    let tree = CapabilityTree::new(&[
         (
             ".codex-plugin/plugin.json",
             r#"{"mcpServers":"./m.json","apps":"./a.json"}"#,
@@ -211,7 +211,7 @@ async fn discovery_reads_the_files_that_a_manifest_names() {
             2,
         ),
     ] {
-        let tree = Tree::new(&[
+        let tree = CapabilityTree::new(&[
             (".cursor-plugin/plugin.json", manifest),
             (".mcp.json", "by name"),
             ("m.json", "m"),
@@ -238,7 +238,7 @@ async fn discovery_reads_the_files_that_a_manifest_names() {
 #[tokio::test]
 async fn discovery_follows_each_directory_link_once() {
     let (_server, mut client) = served(Transport::Websocket).await;
-    let tree = Tree::new(&[("root/SKILL.md", "s"), ("elsewhere/x/SKILL.md", "x")]);
+    let tree = CapabilityTree::new(&[("root/SKILL.md", "s"), ("elsewhere/x/SKILL.md", "x")]);
     let link = |to: &str, at: &str| std::os::unix::fs::symlink(to, tree.path(at)).unwrap();
     link("../elsewhere", "root/l");
     link(".", "root/loop");
@@ -253,7 +253,7 @@ async fn discovery_follows_each_directory_link_once() {
 async fn discovery_limits_depth_file_size_root_size_and_directories() {
     let (_server, mut client) = served(Transport::Websocket).await;
     // Discovery descends six directories, not seven.
-    let tree = Tree::new(&[
+    let tree = CapabilityTree::new(&[
         ("1/2/3/4/5/6/SKILL.md", "in"),
         ("1/2/3/4/5/6/7/SKILL.md", "out"),
     ]);
@@ -261,7 +261,7 @@ async fn discovery_limits_depth_file_size_root_size_and_directories() {
     assert_eq!(skills(&found), ["1/2/3/4/5/6/SKILL.md"]);
 
     // A file may have 1 MiB; a file that is not UTF-8 is skipped.
-    let tree = Tree::new(&[
+    let tree = CapabilityTree::new(&[
         ("a/SKILL.md", &"x".repeat(1 << 20)),
         ("b/SKILL.md", &"x".repeat((1 << 20) + 1)),
     ]);
@@ -280,7 +280,7 @@ async fn discovery_limits_depth_file_size_root_size_and_directories() {
     assert_eq!(found["error"], Value::Null);
 
     // 16 MiB of files below one root; a smaller file may still fit afterwards.
-    let tree = Tree::new(&[]);
+    let tree = CapabilityTree::new(&[]);
     for n in 10..26 {
         tree.write(&format!("{n}/SKILL.md"), &vec![b'x'; (1 << 20) - 1]);
     }
@@ -298,7 +298,7 @@ async fn discovery_limits_depth_file_size_root_size_and_directories() {
     );
 
     // At most 2,000 directories per root.
-    let tree = Tree::new(&[("0001/SKILL.md", "near"), ("2500/SKILL.md", "far")]);
+    let tree = CapabilityTree::new(&[("0001/SKILL.md", "near"), ("2500/SKILL.md", "far")]);
     for n in 2..2500 {
         fs::create_dir(tree.path(&format!("{n:04}"))).unwrap();
     }
@@ -310,7 +310,7 @@ async fn discovery_limits_depth_file_size_root_size_and_directories() {
 #[tokio::test]
 async fn discovery_response_is_limited_to_one_message() {
     let (_server, mut client) = served(Transport::Websocket).await;
-    let tree = Tree::new(&[]);
+    let tree = CapabilityTree::new(&[]);
     for n in 0..16 {
         tree.write(&format!("{n}/SKILL.md"), &vec![b'x'; 1 << 20]);
     }
@@ -336,7 +336,7 @@ async fn discovery_response_is_limited_to_one_message() {
 #[tokio::test]
 async fn discovery_reports_errors_per_root_in_request_order() {
     let (mut server, mut client) = served(Transport::Websocket).await;
-    let tree = Tree::new(&[("good/SKILL.md", "s"), ("file", "f")]);
+    let tree = CapabilityTree::new(&[("good/SKILL.md", "s"), ("file", "f")]);
     let uris = [
         tree.uri("file"),
         tree.uri("good"),

@@ -1,6 +1,6 @@
 //! The older methods `command/exec*`, beside the current ones.
 
-use exec_server_testkit::wire::{Seen, Start, Transport, chunk};
+use exec_server_testkit::wire::{ReceivedMessage, StartBuilder, Transport, chunk};
 use serde_json::{Value, json};
 
 use crate::{over_all, served};
@@ -113,13 +113,17 @@ async fn command_exec_sends_only_its_own_notifications(on: Transport) {
     assert_eq!(seen.text("stdout"), expected + "last\n");
     // Notifications about the command that are still in flight arrive before this response.
     client.ok("environment/status", Value::Null).await;
-    assert_eq!(client.order[1], Seen::Answer(id), "the answer comes first");
+    assert_eq!(
+        client.order[1],
+        ReceivedMessage::Answer(id),
+        "the answer comes first"
+    );
     let mut reported: Vec<&str> = client
         .order
         .iter()
         .filter_map(|seen| match seen {
-            Seen::Notification(method, _) => Some(method.as_str()),
-            Seen::Answer(_) => None,
+            ReceivedMessage::Notification(method, _) => Some(method.as_str()),
+            ReceivedMessage::Answer(_) => None,
         })
         .collect();
     assert_eq!(reported.pop(), Some("command/exec/exited"));
@@ -133,9 +137,9 @@ async fn command_and_process_ids_share_one_namespace(on: Transport) {
     client
         .ok("command/exec", exec("c", "echo hi; sleep 600", false))
         .await;
-    client.start(Start::sh("p", "sleep 600")).await;
+    client.start(StartBuilder::sh("p", "sleep 600")).await;
     let refused = client
-        .refused("process/start", Start::sh("c", "true").0)
+        .refused("process/start", StartBuilder::sh("c", "true").0)
         .await;
     assert_eq!(refused.code, -32600);
     let refused = client

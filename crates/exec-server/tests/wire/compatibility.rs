@@ -13,22 +13,22 @@ use crate::served;
 
 /// Whether a part of the protocol is supported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum Support {
     Served,
     /// Accepted, without effect; why.
     Without(&'static str),
     /// Not supported; why.
     Absent(&'static str),
 }
-use State::{Absent, Served, Without};
+use Support::{Absent, Served, Without};
 
 /// A name, whether it is supported, and the tests that cover it.
-type Item = (&'static str, State, &'static [&'static str]);
+type CoverageItem = (&'static str, Support, &'static [&'static str]);
 
 /// Items of one table of the page.
-type Part = (&'static str, &'static [Item]);
+type CoverageTable = (&'static str, &'static [CoverageItem]);
 
-const FLAGS: &[Item] = &[
+const FLAGS: &[CoverageItem] = &[
     (
         "capabilityDiscoverySandbox",
         Served,
@@ -102,7 +102,7 @@ const FLAGS: &[Item] = &[
     ("windowsMxc", Absent("this server runs on Linux"), &[]),
 ];
 
-const INFO: &[Item] = &[
+const INFO: &[CoverageItem] = &[
     (
         "capabilities",
         Served,
@@ -155,7 +155,7 @@ const INFO: &[Item] = &[
     ),
 ];
 
-const METHODS: &[Item] = &[
+const METHODS: &[CoverageItem] = &[
     (
         "initialize",
         Served,
@@ -310,7 +310,7 @@ const METHODS: &[Item] = &[
     ),
 ];
 
-const PARTS: &[Part] = &[
+const PARTS: &[CoverageTable] = &[
     ("Methods", METHODS),
     (
         "Notifications",
@@ -854,7 +854,8 @@ async fn start_metadata_is_in_the_environment_of_the_command() {
         ),
     ] {
         let id = format!("with {metadata}");
-        let start = exec_server_testkit::wire::Start::sh(&id, print).with("metadata", metadata);
+        let start =
+            exec_server_testkit::wire::StartBuilder::sh(&id, print).with("metadata", metadata);
         assert_eq!(client.run(start).await.text("stdout"), expected);
     }
 }

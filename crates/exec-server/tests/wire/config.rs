@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use exec_server_testkit::wire::{Client, Subject, Transport};
+use exec_server_testkit::wire::{TestedServer, Transport, WireClient};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -13,14 +13,14 @@ over_all! {
 }
 
 /// A machine with a separate directory, a user, and a project that the user trusts.
-struct Machine {
+struct ConfiguredMachine {
     root: PathBuf,
     _directory: TempDir,
-    _subject: Subject,
-    client: Client,
+    _subject: TestedServer,
+    client: WireClient,
 }
 
-impl Machine {
+impl ConfiguredMachine {
     async fn new(on: Transport, settings: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path().canonicalize().unwrap();
@@ -41,7 +41,7 @@ impl Machine {
         for setting in [&*system].iter().chain(settings) {
             command.args(["--set", setting]);
         }
-        let mut subject = Subject::start(on, command).await;
+        let mut subject = TestedServer::start(on, command).await;
         let client = subject.session().await;
         let machine = Self {
             root,
@@ -82,7 +82,7 @@ fn uri(path: &Path) -> String {
 }
 
 async fn config_read_returns_layers_in_order_of_precedence(on: Transport) {
-    let mut machine = Machine::new(on, &[]).await;
+    let mut machine = ConfiguredMachine::new(on, &[]).await;
     let info = machine.client.ok("environment/info", Value::Null).await;
     assert_eq!(info["capabilities"]["environmentConfigRead"], true);
     machine.write("etc/config.toml", "model = 'system'\n[a]\nb = 1\nc = 2\n");
@@ -183,7 +183,7 @@ async fn config_read_rejects_invalid_paths() {
 
 #[tokio::test]
 async fn config_read_error_names_file_line_and_column() {
-    let mut machine = Machine::new(Transport::Websocket, &[]).await;
+    let mut machine = ConfiguredMachine::new(Transport::Websocket, &[]).await;
     let params = machine.params(json!([["model"]]), json!([]));
     let start = "failed to load executor-local config: ";
     for (file, text, place) in [
@@ -213,7 +213,7 @@ async fn config_read_error_names_file_line_and_column() {
 /// Files of a hostile project neither block the server nor fill its memory.
 #[tokio::test]
 async fn config_read_rejects_fifos_devices_and_large_files() {
-    let mut machine = Machine::new(Transport::Websocket, &[]).await;
+    let mut machine = ConfiguredMachine::new(Transport::Websocket, &[]).await;
     let params = machine.params(json!([["model"]]), json!([]));
     let path = machine.root.join("work/sub/.codex/config.toml");
     let made = std::process::Command::new("mkfifo")
@@ -254,7 +254,7 @@ async fn config_home_and_file_name_are_settings() {
     std::fs::write(home.join("tool.toml"), "key = 'mine'").unwrap();
     let setting = format!("client_config.home={}", home.display());
     let settings = [&*setting, "client_config.file=tool.toml"];
-    let mut machine = Machine::new(Transport::Websocket, &settings).await;
+    let mut machine = ConfiguredMachine::new(Transport::Websocket, &settings).await;
     machine.write("home/config.toml", "key = 'not this'");
     let params = machine.params(json!([["key"]]), json!([]));
     let result = machine.client.ok("environmentConfig/read", params).await;

@@ -4,7 +4,9 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::time::{Duration, Instant};
 
 use exec_server_testkit::proc::{self, all_gone, bearers, marker};
-use exec_server_testkit::wire::{Client, Seen, Start, Subject, Transport, chunk};
+use exec_server_testkit::wire::{
+    ReceivedMessage, StartBuilder, TestedServer, Transport, WireClient, chunk,
+};
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::{Value, json};
 
@@ -22,7 +24,7 @@ over_all! {
 
 /// Starts processes that a server could miss when it ends: over pipes and on a terminal, ignoring
 /// SIGTERM, in another session, orphaned twice, stopped, and busy.
-async fn start_stubborn_processes(client: &mut Client) -> String {
+async fn start_stubborn_processes(client: &mut WireClient) -> String {
     let mark = marker();
     let script = "trap '' TERM HUP INT
         sh -c 'echo up; sleep 600' &
@@ -30,13 +32,17 @@ async fn start_stubborn_processes(client: &mut Client) -> String {
         (setsid sh -c 'echo up; sleep 600 & wait' &) &
         setsid sh -c 'echo up; kill -STOP $$' &
         echo up; while :; do sleep 600; done";
-    client.start(Start::sh("pipe", script).marked(&mark)).await;
     client
-        .start(Start::sh("tty", script).tty().marked(&mark))
+        .start(StartBuilder::sh("pipe", script).marked(&mark))
+        .await;
+    client
+        .start(StartBuilder::sh("tty", script).tty().marked(&mark))
         .await;
     // Its log is closed, but it has left a descendant behind.
     let script = "setsid sleep 600 > /dev/null 2>&1 & exit 0";
-    client.run(Start::sh("closed", script).marked(&mark)).await;
+    client
+        .run(StartBuilder::sh("closed", script).marked(&mark))
+        .await;
     for (id, stream) in [("pipe", "stdout"), ("tty", "pty")] {
         client
             .until(id, "five are up", |seen| {
@@ -59,7 +65,7 @@ async fn sigterm_ends_the_server_and_all_descendants(on: Transport) {
         file.display()
     );
     client
-        .start(Start::sh("polite", &script).marked(&mark))
+        .start(StartBuilder::sh("polite", &script).marked(&mark))
         .await;
     client.wrote("polite", "stdout", "up").await;
     proc::signal(server.guardian_pid(), Signal::TERM);
@@ -73,7 +79,7 @@ async fn sigint_ends_the_server_and_its_processes(on: Transport) {
     let (mut server, mut client) = served(on).await;
     let mark = marker();
     client
-        .start(Start::sh("p", "sleep 600").marked(&mark))
+        .start(StartBuilder::sh("p", "sleep 600").marked(&mark))
         .await;
     // Sent to the server itself: the guardian forwards signals, but the server handles its own too.
     proc::signal(server.server_pid().await, Signal::INT);
@@ -116,7 +122,7 @@ async fn server_ended(pid: u32) {
 async fn sigkill_to_the_process_group_of_server_and_guardian_leaves_nothing(on: Transport) {
     let mut program = program();
     program.process_group(0);
-    let mut server = Subject::start(on, program).await;
+    let mut server = TestedServer::start(on, program).await;
     let mut client = server.session().await;
     let mark = start_stubborn_processes(&mut client).await;
     let pid = server.server_pid().await;
@@ -136,7 +142,7 @@ async fn guardian_with_1000_processes_ends_soon_after_the_server_was_killed() {
     let mark = marker();
     let mut sent = Vec::new();
     for n in 0..1000 {
-        let start = Start::new(&n.to_string(), &["sleep", "600"]).marked(&mark);
+        let start = StartBuilder::new(&n.to_string(), &["sleep", "600"]).marked(&mark);
         sent.push(client.queue("process/start", start.0));
         if n % 100 == 99 {
             client.flush().await;
@@ -162,7 +168,7 @@ async fn interrupt_from_the_terminal_of_a_server_ends_it() {
     let binary = env!("CARGO_BIN_EXE_exec-server");
     // Its log is not of interest, and may have colors on a terminal.
     let script = format!("exec {binary} --listen ws://127.0.0.1:0 2> /dev/null");
-    client.start(Start::sh("inner", &script).tty()).await;
+    client.start(StartBuilder::sh("inner", &script).tty()).await;
     client
         .until("inner", "it listens", |seen| {
             seen.text("pty").contains("ws://127.0.0.1:")
@@ -178,7 +184,7 @@ async fn interrupt_from_the_terminal_of_a_server_ends_it() {
 async fn readyz_returns_503_while_the_server_shuts_down() {
     let (mut server, mut client) = served(Transport::Websocket).await;
     client
-        .start(Start::sh(
+        .start(StartBuilder::sh(
             "p",
             "trap '' TERM; echo up; while :; do sleep 0.1; done",
         ))
@@ -205,20 +211,20 @@ async fn many_processes_leak_no_descriptors_and_no_children(on: Transport) {
     let pid = server.server_pid().await;
     for tty in [false, true] {
         client
-            .run(Start::sh(&format!("warm {tty}"), "true").with("tty", tty))
+            .run(StartBuilder::sh(&format!("warm {tty}"), "true").with("tty", tty))
             .await;
     }
     let before = proc::descriptors(pid);
     for n in 0..300 {
         let id = n.to_string();
         let start = match n % 6 {
-            0 => Start::sh(&id, "echo x").piped(),
-            1 => Start::sh(&id, "echo x").tty(),
-            2 => Start::sh(&id, "echo x").with("delivery", "pull"),
+            0 => StartBuilder::sh(&id, "echo x").piped(),
+            1 => StartBuilder::sh(&id, "echo x").tty(),
+            2 => StartBuilder::sh(&id, "echo x").with("delivery", "pull"),
             // Orphans that end a moment later, after their parents.
-            3 => Start::sh(&id, "(setsid sleep 0.05 > /dev/null 2>&1 &) & exit 0"),
-            4 => Start::sh(&id, "sleep 600").with("timeoutMs", 1),
-            _ => Start::new(&id, &["/no/such/program"]),
+            3 => StartBuilder::sh(&id, "(setsid sleep 0.05 > /dev/null 2>&1 &) & exit 0"),
+            4 => StartBuilder::sh(&id, "sleep 600").with("timeoutMs", 1),
+            _ => StartBuilder::new(&id, &["/no/such/program"]),
         };
         if n % 6 == 5 {
             client.refused("process/start", start.0).await;
@@ -245,11 +251,14 @@ async fn many_processes_leak_no_descriptors_and_no_children(on: Transport) {
 
 #[tokio::test]
 async fn stdin_eof_ends_the_server_after_it_answered_all_requests() {
-    let mut server = Subject::start(Transport::Stdio, program()).await;
+    let mut server = TestedServer::start(Transport::Stdio, program()).await;
     let mut client = server.session().await;
     let mark = marker();
     client
-        .start(Start::sh("p", "trap '' TERM HUP; setsid sleep 600 & echo up; wait").marked(&mark))
+        .start(
+            StartBuilder::sh("p", "trap '' TERM HUP; setsid sleep 600 & echo up; wait")
+                .marked(&mark),
+        )
         .await;
     client.wrote("p", "stdout", "up").await;
     let mut sent = Vec::new();
@@ -259,7 +268,9 @@ async fn stdin_eof_ends_the_server_after_it_answered_all_requests() {
             1 => client.queue("fs/getMetadata", json!({"path": "file:///tmp"})),
             2 => client.queue(
                 "process/start",
-                Start::sh(&n.to_string(), "sleep 600").marked(&mark).0,
+                StartBuilder::sh(&n.to_string(), "sleep 600")
+                    .marked(&mark)
+                    .0,
             ),
             _ => client.queue("process/read", json!({"processId": "p"})),
         });
@@ -270,7 +281,7 @@ async fn stdin_eof_ends_the_server_after_it_answered_all_requests() {
     client.end().await;
     for id in sent {
         assert!(
-            client.order.contains(&Seen::Answer(id)),
+            client.order.contains(&ReceivedMessage::Answer(id)),
             "{id} was not answered"
         );
     }
@@ -280,7 +291,7 @@ async fn stdin_eof_ends_the_server_after_it_answered_all_requests() {
 
 #[tokio::test]
 async fn stdio_server_exits_with_0_at_eof_without_a_request() {
-    let mut server = Subject::start(Transport::Stdio, program()).await;
+    let mut server = TestedServer::start(Transport::Stdio, program()).await;
     let client = server.connect().await;
     drop(client);
     assert_eq!(server.ended().await.code(), Some(0));

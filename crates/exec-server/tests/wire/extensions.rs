@@ -3,8 +3,8 @@
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::symlink;
 
-use exec_server_testkit::site::{Site, answer};
-use exec_server_testkit::wire::{Client, Start, Transport};
+use exec_server_testkit::site::{HttpSite, answer};
+use exec_server_testkit::wire::{StartBuilder, Transport, WireClient};
 use serde_json::{Value, json};
 
 use crate::{over_all, served};
@@ -50,9 +50,9 @@ async fn every_listed_extension_works(on: Transport) {
     probe(&mut client, "session/end").await;
 }
 
-async fn probe(client: &mut Client, name: &str) {
+async fn probe(client: &mut WireClient, name: &str) {
     let id = format!("for {name}");
-    let here = |script: &str| Start::sh(&id, script);
+    let here = |script: &str| StartBuilder::sh(&id, script);
     let known = json!({"processId": id});
     match name {
         "initialize#detachGraceMs" => assert!(client.session["detachGraceMs"].is_u64()),
@@ -98,7 +98,7 @@ async fn probe(client: &mut Client, name: &str) {
             assert_eq!(client.ok(name, params).await, json!({"cancelled": false}));
         }
         "http/request#decompress" => {
-            let site = Site::saying(answer("200 OK", "", "")).await;
+            let site = HttpSite::saying(answer("200 OK", "", "")).await;
             let params = json!({
                 "method": "GET", "url": site.url("/"), "requestId": id, "decompress": true
             });
@@ -293,14 +293,14 @@ async fn probe(client: &mut Client, name: &str) {
 }
 
 /// As [`probe`], for the extensions of `fs/*`.
-async fn probe_files(client: &mut Client, name: &str) {
+async fn probe_files(client: &mut WireClient, name: &str) {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path().canonicalize().unwrap();
     let uri = |name: &str| format!("file://{}/{name}", root.display());
     let odd = root.join(std::ffi::OsStr::from_bytes(b"\xff"));
     std::fs::write(root.join("f"), "abc").unwrap();
     symlink("f", root.join("l")).unwrap();
-    let found = async |client: &mut Client, path: &str| {
+    let found = async |client: &mut WireClient, path: &str| {
         client
             .ok("fs/getMetadata", json!({"path": uri(path)}))
             .await

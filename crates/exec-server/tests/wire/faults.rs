@@ -1,7 +1,7 @@
 //! Clients that violate the protocol and processes that exceed their limits: others are unaffected.
 
 use exec_server_testkit::proc::{self, PATIENCE, all_gone, bearers, marker};
-use exec_server_testkit::wire::{Start, Subject, Transport};
+use exec_server_testkit::wire::{StartBuilder, TestedServer, Transport};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -16,9 +16,9 @@ over_all! {
 }
 
 /// A websocket whose frames are written by hand.
-struct Raw(TcpStream);
+struct RawWebsocket(TcpStream);
 
-impl Raw {
+impl RawWebsocket {
     async fn open(url: &str) -> Self {
         let mut stream = TcpStream::connect(url.strip_prefix("ws://").unwrap())
             .await
@@ -64,7 +64,7 @@ fn frame(first: u8, payload: &[u8]) -> Vec<u8> {
 async fn invalid_websocket_frames_close_only_their_connection() {
     let (server, mut client) = served(Transport::Websocket).await;
     let pid = server.server_pid().await;
-    client.start(Start::sh("p", "sleep 600")).await;
+    client.start(StartBuilder::sh("p", "sleep 600")).await;
     let mut oversize = frame(0x81, b"");
     oversize[2..10].copy_from_slice(&(16_u64 << 20 | 1).to_be_bytes());
     let mut absurd = frame(0x81, b"");
@@ -87,7 +87,7 @@ async fn invalid_websocket_frames_close_only_their_connection() {
         ("a frame that is absurdly long", absurd),
         ("noise", (0..=255).cycle().take(5000).collect()),
     ] {
-        let mut raw = Raw::open(server.url()).await;
+        let mut raw = RawWebsocket::open(server.url()).await;
         raw.send(&bytes).await;
         let rest = raw.hung_up().await;
         assert!(
@@ -98,7 +98,13 @@ async fn invalid_websocket_frames_close_only_their_connection() {
     }
     let grown = proc::peak_memory(pid).saturating_sub(before);
     assert!(grown < 4 << 20, "grew by {grown} bytes on promises alone");
-    assert_eq!(client.run(Start::sh("q", "exit 3")).await.exit_code(), 3);
+    assert_eq!(
+        client
+            .run(StartBuilder::sh("q", "exit 3"))
+            .await
+            .exit_code(),
+        3
+    );
 }
 
 /// The code and the reason of the close frame that these bytes end with.
@@ -112,7 +118,7 @@ fn close_frame(bytes: &[u8]) -> (u16, &str) {
 
 #[tokio::test]
 async fn a_frame_or_message_above_the_limit_is_closed_with_the_name_of_the_limit() {
-    let server = Subject::start(Transport::Websocket, program()).await;
+    let server = TestedServer::start(Transport::Websocket, program()).await;
     let part = vec![b' '; 16 << 20];
     let large = vec![frame(0x81, &vec![b' '; (16 << 20) + 1])];
     let long = vec![
@@ -127,7 +133,7 @@ async fn a_frame_or_message_above_the_limit_is_closed_with_the_name_of_the_limit
         "websocket message of 67108865 bytes exceeds the limit of 67108864",
     ];
     for (frames, reason) in [large, long].into_iter().zip(said) {
-        let mut raw = Raw::open(server.url()).await;
+        let mut raw = RawWebsocket::open(server.url()).await;
         for frame in frames {
             // All of it, as a peer that does not look for an answer before it has sent it.
             raw.send(&frame).await;
@@ -135,7 +141,7 @@ async fn a_frame_or_message_above_the_limit_is_closed_with_the_name_of_the_limit
         let rest = raw.hung_up().await;
         assert_eq!(close_frame(&rest), (1009, reason));
     }
-    let mut raw = Raw::open(server.url()).await;
+    let mut raw = RawWebsocket::open(server.url()).await;
     raw.send(&frame(0x83, b"{}")).await;
     let rest = raw.hung_up().await;
     assert_eq!(close_frame(&rest), (1002, "reserved websocket opcode 3"));
@@ -143,8 +149,8 @@ async fn a_frame_or_message_above_the_limit_is_closed_with_the_name_of_the_limit
 
 #[tokio::test]
 async fn fragmented_messages_are_joined_up_to_the_size_limit() {
-    let server = Subject::start(Transport::Websocket, program()).await;
-    let mut raw = Raw::open(server.url()).await;
+    let server = TestedServer::start(Transport::Websocket, program()).await;
+    let mut raw = RawWebsocket::open(server.url()).await;
     // Byte by byte, with a ping in between, in text and binary frames.
     let text = br#"{"id":1,"method":"environment/status"}"#;
     for first in [0x01, 0x02] {
@@ -209,7 +215,7 @@ async fn fork_bomb_stays_within_the_process_limit_and_terminates(on: Transport) 
     let (_server, mut client) = served(on).await;
     let mark = marker();
     let script = "bomb() { sleep 600 & bomb & bomb; }; bomb 2>/dev/null; echo spent; sleep 600";
-    let start = Start::sh("p", script)
+    let start = StartBuilder::sh("p", script)
         .marked(&mark)
         .with("limits", json!({"processes": 40}));
     if let Err(refused) = client.call("process/start", start.0).await {
@@ -226,7 +232,13 @@ async fn fork_bomb_stays_within_the_process_limit_and_terminates(on: Transport) 
     let most = bearers(&mark).len();
     assert!(most <= 40, "{most}");
     // Other processes still start.
-    assert_eq!(client.run(Start::sh("q", "exit 3")).await.exit_code(), 3);
+    assert_eq!(
+        client
+            .run(StartBuilder::sh("q", "exit 3"))
+            .await
+            .exit_code(),
+        3
+    );
     let params = json!({"processId": "p", "wait": true});
     let ended = client.ok("process/terminate", params).await;
     assert_eq!(ended["gone"], true, "{ended}");
@@ -242,7 +254,9 @@ async fn terminate_ends_a_process_tree_that_keeps_growing() {
     // Each round starts more processes in new sessions, which start more.
     let script = "grow() { (setsid sh -c 'sleep 0.02; sleep 0.02 & sleep 600' &); }
         echo up; while :; do grow; done";
-    client.start(Start::sh("p", script).marked(&mark)).await;
+    client
+        .start(StartBuilder::sh("p", script).marked(&mark))
+        .await;
     proc::eventually("it grows", || match bearers(&mark).len() {
         many if many >= 30 => Ok(()),
         few => Err(few),
@@ -259,7 +273,9 @@ async fn killed_client_leaves_only_bounded_output(on: Transport) {
     let pid = server.server_pid().await;
     // A separate client process, killed while it receives output.
     let mark = marker();
-    client.start(Start::sh("p", "exec yes").marked(&mark)).await;
+    client
+        .start(StartBuilder::sh("p", "exec yes").marked(&mark))
+        .await;
     client
         .until("p", "some of it came", |seen| {
             seen.bytes("stdout").len() > 1_000_000

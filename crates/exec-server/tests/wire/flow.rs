@@ -1,7 +1,7 @@
 //! Flow control: clients that do not read or do not write, and the memory that they may use.
 
 use exec_server_testkit::proc::{self, eventually};
-use exec_server_testkit::wire::{Start, Subject, Transport, chunk};
+use exec_server_testkit::wire::{StartBuilder, TestedServer, Transport, chunk};
 use serde_json::{Value, json};
 
 use crate::output::{count, count_to};
@@ -21,7 +21,7 @@ async fn slow_reader_gets_all_output_with_bounded_server_memory(on: Transport) {
     let (mut server, mut client) = served(on).await;
     let pid = server.server_pid().await;
     client
-        .run(Start::sh("warm", "head -c 3000000 /dev/zero"))
+        .run(StartBuilder::sh("warm", "head -c 3000000 /dev/zero"))
         .await;
     proc::forget_peak(pid);
     let before = proc::peak_memory(pid);
@@ -37,7 +37,7 @@ async fn slow_reader_gets_all_output_with_bounded_server_memory(on: Transport) {
     let done = directory.path().join("done");
     let script = format!("{}; touch {}", count_to(lines), done.display());
     client
-        .send("process/start", Start::sh("p", &script).0)
+        .send("process/start", StartBuilder::sh("p", &script).0)
         .await;
     // Another client is served meanwhile; over stdio there is no other.
     if on != Transport::Stdio {
@@ -54,7 +54,9 @@ async fn slow_reader_gets_all_output_with_bounded_server_memory(on: Transport) {
             }
         }
         for n in 0..20 {
-            let seen = other.run(Start::sh(&n.to_string(), "seq 1 20000")).await;
+            let seen = other
+                .run(StartBuilder::sh(&n.to_string(), "seq 1 20000"))
+                .await;
             assert_eq!(seen.exit_code(), 0);
         }
     }
@@ -141,7 +143,9 @@ pub(crate) fn still(pid: u32) -> impl FnMut() -> Result<(), String> {
 async fn input_that_is_never_read_uses_bounded_memory(on: Transport) {
     let (server, mut client) = served(on).await;
     let pid = server.server_pid().await;
-    client.start(Start::sh("p", "sleep 600").piped()).await;
+    client
+        .start(StartBuilder::sh("p", "sleep 600").piped())
+        .await;
     proc::forget_peak(pid);
     let before = proc::peak_memory(pid);
     let data = "A".repeat(4 << 20);
@@ -163,7 +167,9 @@ async fn input_that_is_never_read_uses_bounded_memory(on: Transport) {
 
 async fn blocked_writes_do_not_delay_other_requests(on: Transport) {
     let (_server, mut client) = served(on).await;
-    client.start(Start::sh("p", "sleep 600").piped()).await;
+    client
+        .start(StartBuilder::sh("p", "sleep 600").piped())
+        .await;
     let fill = "A".repeat(2 << 20);
     let mut writes = vec![client.queue(
         "process/write",
@@ -176,7 +182,10 @@ async fn blocked_writes_do_not_delay_other_requests(on: Transport) {
     client.flush().await;
     client.ok("environment/status", Value::Null).await;
     assert_eq!(
-        client.run(Start::sh("other", "exit 3")).await.exit_code(),
+        client
+            .run(StartBuilder::sh("other", "exit 3"))
+            .await
+            .exit_code(),
         3
     );
     let ended = client
@@ -197,7 +206,7 @@ async fn blocked_writes_do_not_delay_other_requests(on: Transport) {
 #[tokio::test]
 async fn incomplete_connections_do_not_delay_other_clients() {
     use tokio::io::AsyncWriteExt as _;
-    let mut server = Subject::start(Transport::Websocket, program()).await;
+    let mut server = TestedServer::start(Transport::Websocket, program()).await;
     let address = server.url().strip_prefix("ws://").unwrap().to_owned();
     let mut silent = Vec::new();
     for n in 0..200 {
@@ -215,7 +224,7 @@ async fn incomplete_connections_do_not_delay_other_clients() {
     for n in 0..10 {
         assert_eq!(
             client
-                .run(Start::sh(&n.to_string(), "exit 3"))
+                .run(StartBuilder::sh(&n.to_string(), "exit 3"))
                 .await
                 .exit_code(),
             3

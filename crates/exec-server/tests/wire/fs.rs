@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use exec_server_protocol::PathUri;
-use exec_server_testkit::wire::{Client, Subject, Transport, bytes, chunk};
+use exec_server_testkit::wire::{TestedServer, Transport, WireClient, bytes, chunk};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -19,20 +19,20 @@ mod trees;
 const MIB: usize = 1 << 20;
 
 /// A server, a client with a session on it, and a directory to work in.
-struct Scene {
-    client: Client,
-    server: Subject,
+struct FsFixture {
+    client: WireClient,
+    server: TestedServer,
     root: PathBuf,
     _directory: TempDir,
 }
 
-impl Scene {
+impl FsFixture {
     async fn new(on: Transport) -> Self {
         let (server, client) = served(on).await;
         Self::of(server, client)
     }
 
-    fn of(server: Subject, client: Client) -> Self {
+    fn of(server: TestedServer, client: WireClient) -> Self {
         let directory = tempfile::tempdir().unwrap();
         // Without symbolic links in the path.
         let root = directory.path().canonicalize().unwrap();

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use exec_server_testkit::proc::{PATIENCE, eventually};
-use exec_server_testkit::site::{Site, answer, say};
-use exec_server_testkit::wire::{Client, Failure, Subject, Transport, bytes};
+use exec_server_testkit::site::{HttpSite, answer, say};
+use exec_server_testkit::wire::{ErrorReply, TestedServer, Transport, WireClient, bytes};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::{Notify, Semaphore};
@@ -33,18 +33,18 @@ fn with(mut params: Value, field: &str, value: impl Into<Value>) -> Value {
 }
 
 /// A server with these settings, over a websocket, and its client.
-async fn set(settings: &[&str]) -> (Subject, Client) {
+async fn set(settings: &[&str]) -> (TestedServer, WireClient) {
     let mut command = program();
     for setting in settings {
         command.args(["--set", setting]);
     }
-    let mut subject = Subject::start(Transport::Websocket, command).await;
+    let mut subject = TestedServer::start(Transport::Websocket, command).await;
     let client = subject.session().await;
     (subject, client)
 }
 
 /// Collects a streamed body; returns its data and the error at its end.
-async fn body(client: &mut Client, request_id: &str) -> (Vec<u8>, Option<String>) {
+async fn body(client: &mut WireClient, request_id: &str) -> (Vec<u8>, Option<String>) {
     let mut all = Vec::new();
     for seq in 1.. {
         let delta = client.notice("http/request/bodyDelta").await;
@@ -66,7 +66,7 @@ async fn body(client: &mut Client, request_id: &str) -> (Vec<u8>, Option<String>
 
 async fn http_request_returns_status_headers_and_body(on: Transport) {
     let (_server, mut client) = served(on).await;
-    let site = Site::saying(answer(
+    let site = HttpSite::saying(answer(
         "418 Odd",
         "X-One: 1\r\nset-cookie: a\r\nX-Two: 2\r\nset-cookie: b\r\nx-bytes: \u{fffd}\r\n",
         [0, 255, 10],
@@ -120,7 +120,7 @@ async fn http_body_is_streamed_after_the_response(on: Transport) {
     let (_server, mut client) = served(on).await;
     let go = Arc::new(Notify::new());
     let wait = Arc::clone(&go);
-    let site = Site::start(move |_, mut stream| {
+    let site = HttpSite::start(move |_, mut stream| {
         let wait = Arc::clone(&wait);
         async move {
             say(
@@ -169,13 +169,13 @@ async fn http_header_values_come_from_the_environment_except_secrets() {
         .env("MY_TOKEN", "t0p")
         .env("OPENAI_API_KEY", "never")
         .env("NODE_REPL_AUTH_TOKEN", "allowed here");
-    let mut subject = Subject::start(Transport::Websocket, command).await;
+    let mut subject = TestedServer::start(Transport::Websocket, command).await;
     let mut client = subject.session().await;
     let info = &client.session["environmentInfo"];
     assert_eq!(info["capabilities"]["httpHeaderEnvVars"], true);
-    let elsewhere = Site::saying(answer("200 OK", "", "")).await;
+    let elsewhere = HttpSite::saying(answer("200 OK", "", "")).await;
     let target = elsewhere.url("/there");
-    let site = Site::saying(answer("302 Found", &format!("location: {target}\r\n"), "")).await;
+    let site = HttpSite::saying(answer("302 Found", &format!("location: {target}\r\n"), "")).await;
     let header = |name: &str, variable: &str| {
         let header = json!({"name": name, "value": "x ", "valueEnvVar": variable});
         with(
@@ -219,7 +219,7 @@ async fn http_header_values_come_from_the_environment_except_secrets() {
 #[tokio::test]
 async fn http_redirects_change_the_method_as_browsers_do() {
     let (_server, mut client) = served(Transport::Websocket).await;
-    let site = Site::start(|asked, mut stream| async move {
+    let site = HttpSite::start(|asked, mut stream| async move {
         let (status, location) = match asked.path() {
             "/see" => ("303 See Other", "/end"),
             "/moved" => ("301 Moved", "/end"),
@@ -301,7 +301,7 @@ async fn http_request_rejects_invalid_params() {
 async fn http_request_to_a_broken_site_fails_alone() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let gone = {
-        let site = Site::saying("").await;
+        let site = HttpSite::saying("").await;
         site.address()
     };
     let refused = client
@@ -320,7 +320,7 @@ async fn http_request_to_a_broken_site_fails_alone() {
         b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n12345",
         b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
     ] {
-        let site = Site::saying(nonsense).await;
+        let site = HttpSite::saying(nonsense).await;
         let failed = client.refused("http/request", get(&site.url("/"))).await;
         assert_eq!(failed.code, -32603, "{}", String::from_utf8_lossy(nonsense));
         assert!(
@@ -333,7 +333,7 @@ async fn http_request_to_a_broken_site_fails_alone() {
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhel",
     ] {
-        let site = Site::saying(broken).await;
+        let site = HttpSite::saying(broken).await;
         let failed = client.refused("http/request", get(&site.url("/"))).await;
         assert_eq!(failed.code, -32603);
         let start = "failed to read http/request response body: ";
@@ -345,7 +345,7 @@ async fn http_request_to_a_broken_site_fails_alone() {
         assert!(error.unwrap().starts_with(start));
     }
     // Headers without end.
-    let site = Site::start(|_, mut stream| async move {
+    let site = HttpSite::start(|_, mut stream| async move {
         say(&mut stream, b"HTTP/1.1 200 OK\r\n").await;
         while stream
             .write_all(b"x: yyyyyyyyyyyyyyyyyyyyyyyyy\r\n")
@@ -361,7 +361,7 @@ async fn http_request_to_a_broken_site_fails_alone() {
 #[tokio::test]
 async fn http_request_to_a_hanging_site_times_out_and_delays_nothing() {
     let (_server, mut client) = served(Transport::Websocket).await;
-    let site = Site::start(|asked, mut stream| async move {
+    let site = HttpSite::start(|asked, mut stream| async move {
         if asked.path() == "/body" {
             say(
                 &mut stream,
@@ -400,16 +400,16 @@ async fn http_request_to_a_hanging_site_times_out_and_delays_nothing() {
     for (id, sent) in [("r", hung), ("b", hung_body)] {
         let cancelled = client.ok("http/cancel", json!({"requestId": id})).await;
         assert_eq!(cancelled, json!({"cancelled": true}));
-        let Failure { code, message } = client.answer(sent).await.unwrap_err();
+        let ErrorReply { code, message } = client.answer(sent).await.unwrap_err();
         assert_eq!((code, &*message), (-32600, "http/request was cancelled"));
     }
 }
 
 /// A site that sends without end, and adds a permit when a reader disconnects.
-async fn endless() -> (Site, Arc<Semaphore>) {
+async fn endless() -> (HttpSite, Arc<Semaphore>) {
     let left = Arc::new(Semaphore::new(0));
     let finished = Arc::clone(&left);
-    let site = Site::start(move |_, mut stream| {
+    let site = HttpSite::start(move |_, mut stream| {
         let finished = Arc::clone(&finished);
         async move {
             say(&mut stream, b"HTTP/1.1 200 OK\r\n\r\n").await;
@@ -448,7 +448,7 @@ async fn http_cancel_ends_an_endless_body() {
 
 #[tokio::test]
 async fn http_requests_end_with_their_connection_or_session() {
-    let mut subject = Subject::start(Transport::Websocket, program()).await;
+    let mut subject = TestedServer::start(Transport::Websocket, program()).await;
     let (site, left) = endless().await;
     let params = with(get(&site.url("/")), "streamResponse", true);
     // The client disconnects while the body is streamed.
@@ -486,8 +486,8 @@ async fn http_bodies_are_limited_in_size() {
     ];
     let (_server, mut client) = set(&settings).await;
     let (endless, left) = endless().await;
-    let known = Site::saying(answer("200 OK", "", vec![0; 65537])).await;
-    let fits = Site::saying(answer("200 OK", "", vec![7; 65536])).await;
+    let known = HttpSite::saying(answer("200 OK", "", vec![0; 65537])).await;
+    let fits = HttpSite::saying(answer("200 OK", "", vec![7; 65536])).await;
     for site in [&endless, &known] {
         let failed = client.refused("http/request", get(&site.url("/"))).await;
         assert_eq!(failed.code, -32603);
@@ -507,7 +507,7 @@ async fn http_bodies_are_limited_in_size() {
 #[tokio::test]
 async fn concurrent_large_http_responses_all_arrive() {
     let (_server, mut client) = served(Transport::Websocket).await;
-    let site = Site::saying(answer("200 OK", "", vec![1; 20 << 20])).await;
+    let site = HttpSite::saying(answer("200 OK", "", vec![1; 20 << 20])).await;
     let mut sent = Vec::new();
     for n in 0..8 {
         let params = with(get(&site.url("/")), "requestId", n.to_string());
@@ -522,7 +522,7 @@ async fn concurrent_large_http_responses_all_arrive() {
 #[tokio::test]
 async fn http_requests_per_connection_are_limited() {
     let (_server, mut client) = served(Transport::Websocket).await;
-    let site = Site::start(|_, _stream| std::future::pending()).await;
+    let site = HttpSite::start(|_, _stream| std::future::pending()).await;
     let mut asked = Vec::new();
     for n in 0..256 {
         let params = with(get(&site.url("/")), "requestId", n.to_string());
@@ -545,7 +545,7 @@ async fn http_requests_per_connection_are_limited() {
 async fn http_requests_to_metadata_addresses_are_denied() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let target = "http://2852039166/latest";
-    let site = Site::saying(answer("302 Found", &format!("location: {target}\r\n"), "")).await;
+    let site = HttpSite::saying(answer("302 Found", &format!("location: {target}\r\n"), "")).await;
     for url in [
         "http://169.254.169.254/latest/meta-data",
         "http://0xa9.0xfe.0xa9.0xfe/",
@@ -568,7 +568,7 @@ async fn http_requests_to_metadata_addresses_are_denied() {
 async fn http_rules_apply_to_resolved_addresses() {
     let deny = r#"http.deny=["127.0.0.0/8", "::1"]"#;
     let (_server, mut client) = set(&[deny]).await;
-    let site = Site::saying(answer("200 OK", "", "")).await;
+    let site = HttpSite::saying(answer("200 OK", "", "")).await;
     let port = site.address().port();
     let by_name = format!("http://localhost:{port}/");
     for url in [&by_name, &site.url("/")] {
@@ -610,7 +610,7 @@ async fn http_bodies_are_decompressed_on_request() {
     let packed = |encoding: &str, base64: &str| {
         let body = bytes(&json!(base64));
         let headers = format!("content-encoding: {encoding}\r\n");
-        Site::saying(answer("200 OK", &headers, body))
+        HttpSite::saying(answer("200 OK", &headers, body))
     };
     let named = |result: &Value, name: &str| {
         let headers = result["headers"].as_array().unwrap();
@@ -653,15 +653,15 @@ async fn http_bodies_are_decompressed_on_request() {
 
 #[tokio::test]
 async fn http_proxy_is_used_except_for_loopback() {
-    let proxy = Site::saying(answer("200 OK", "x-proxied: 1\r\n", "by proxy")).await;
-    let here = Site::saying(answer("200 OK", "", "directly")).await;
+    let proxy = HttpSite::saying(answer("200 OK", "x-proxied: 1\r\n", "by proxy")).await;
+    let here = HttpSite::saying(answer("200 OK", "", "directly")).await;
     let by_environment = {
         let mut command = program();
         command.env(
             "http_proxy",
             proxy.url("").replace("http://", "http://me:it@"),
         );
-        let mut subject = Subject::start(Transport::Websocket, command).await;
+        let mut subject = TestedServer::start(Transport::Websocket, command).await;
         let client = subject.session().await;
         (subject, client)
     };
@@ -740,7 +740,7 @@ async fn socks(to: std::net::SocketAddr) -> (u16, tokio::sync::mpsc::UnboundedRe
 
 #[tokio::test]
 async fn socks5h_proxy_gets_names_and_socks5_gets_addresses() {
-    let site = Site::saying(answer("200 OK", "", "by socks")).await;
+    let site = HttpSite::saying(answer("200 OK", "", "by socks")).await;
     let url = site.url("");
     let address = url.strip_prefix("http://").unwrap().parse().unwrap();
     let (port, mut asked) = socks(address).await;
@@ -774,7 +774,7 @@ async fn http_proxy_over_tls_is_used() {
         "http_proxy",
         format!("https://localhost:{}", address.port()),
     );
-    let mut subject = Subject::start(Transport::Websocket, command).await;
+    let mut subject = TestedServer::start(Transport::Websocket, command).await;
     let mut client = subject.session().await;
     let result = client
         .ok("http/request", get("http://nowhere.test/x"))
@@ -806,7 +806,7 @@ async fn slow_client_applies_backpressure_to_the_site() {
     let sent = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let stuck = Arc::new(Notify::new());
     let (count, stalled) = (Arc::clone(&sent), Arc::clone(&stuck));
-    let site = Site::start(move |_, mut stream| {
+    let site = HttpSite::start(move |_, mut stream| {
         let (count, stalled) = (Arc::clone(&count), Arc::clone(&stalled));
         async move {
             say(&mut stream, b"HTTP/1.1 200 OK\r\n\r\n").await;
@@ -864,7 +864,7 @@ async fn secure_site() -> (std::net::SocketAddr, tempfile::NamedTempFile) {
 async fn http_certificates_are_verified_directly_and_through_a_tunnel() {
     let (address, authority) = secure_site().await;
     // Forwards every tunnel to the site, whatever host it names.
-    let proxy = Site::start(move |asked, mut stream| async move {
+    let proxy = HttpSite::start(move |asked, mut stream| async move {
         if asked.line.starts_with("CONNECT ") {
             let mut there = tokio::net::TcpStream::connect(address).await.unwrap();
             say(&mut stream, b"HTTP/1.1 200 OK\r\n\r\n").await;
@@ -875,7 +875,7 @@ async fn http_certificates_are_verified_directly_and_through_a_tunnel() {
     let mut command = program();
     command.env("SSL_CERT_FILE", authority.path());
     command.env("HTTPS_PROXY", proxy.url(""));
-    let mut subject = Subject::start(Transport::Websocket, command).await;
+    let mut subject = TestedServer::start(Transport::Websocket, command).await;
     let mut client = subject.session().await;
     let at = |host: &str| get(&format!("https://{host}:{}/", address.port()));
     let result = client.ok("http/request", at("localhost")).await;

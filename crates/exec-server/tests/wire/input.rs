@@ -1,6 +1,6 @@
 //! Standard input of a process: order, end of input, and processes that do not read.
 
-use exec_server_testkit::wire::{Start, Transport, chunk};
+use exec_server_testkit::wire::{StartBuilder, Transport, chunk};
 use serde_json::{Value, json};
 
 use crate::{over_all, served};
@@ -28,10 +28,10 @@ fn status(status: &str) -> Value {
 async fn writes_reach_the_process_in_order(on: Transport) {
     let (_server, mut client) = served(on).await;
     for (id, start) in [
-        ("pipe", Start::sh("pipe", "head -n 200").piped()),
+        ("pipe", StartBuilder::sh("pipe", "head -n 200").piped()),
         (
             "tty",
-            Start::sh("tty", "stty -echo; echo up; head -n 200").tty(),
+            StartBuilder::sh("tty", "stty -echo; echo up; head -n 200").tty(),
         ),
     ] {
         let stream = if id == "tty" { "pty" } else { "stdout" };
@@ -58,7 +58,10 @@ async fn writes_reach_the_process_in_order(on: Transport) {
 async fn start_write_close_and_read_can_be_pipelined(on: Transport) {
     let (_server, mut client) = served(on).await;
     let known = json!({"processId": "p"});
-    let start = client.queue("process/start", Start::sh("p", "cat; exit 8").piped().0);
+    let start = client.queue(
+        "process/start",
+        StartBuilder::sh("p", "cat; exit 8").piped().0,
+    );
     let first = client.queue("process/write", write("p", "1", "hello "));
     let second = client.queue("process/write", write("p", "2", "world"));
     let ended = client.queue("process/closeStdin", known.clone());
@@ -80,7 +83,7 @@ async fn start_write_close_and_read_can_be_pipelined(on: Transport) {
 
 async fn write_repeated_with_the_same_id_is_written_once(on: Transport) {
     let (_server, mut client) = served(on).await;
-    client.start(Start::sh("p", "cat").piped()).await;
+    client.start(StartBuilder::sh("p", "cat").piped()).await;
     for (id, text) in [
         ("a", "1"),
         ("a", "1"),
@@ -112,7 +115,7 @@ async fn close_stdin_takes_effect_after_earlier_writes(on: Transport) {
     let (_server, mut client) = served(on).await;
     // More than the pipe and the queue before it hold, for a process that starts to read late.
     client
-        .start(Start::sh("p", "sleep 0.2; wc -c").piped())
+        .start(StartBuilder::sh("p", "sleep 0.2; wc -c").piped())
         .await;
     let part = vec![b'x'; 300_000];
     let mut sent = Vec::new();
@@ -131,7 +134,7 @@ async fn close_stdin_on_a_terminal_sends_its_eof_character(on: Transport) {
     let (_server, mut client) = served(on).await;
     // Not ^D: the end-of-file character is a setting of the terminal.
     let script = "stty -echo eof @; echo up; cat; echo over; read line; echo got $line";
-    client.start(Start::sh("p", script).tty()).await;
+    client.start(StartBuilder::sh("p", script).tty()).await;
     client.wrote("p", "pty", "up\r\n").await;
     client.ok("process/write", write("p", "1", "a\n")).await;
     let ended = client
@@ -157,9 +160,9 @@ async fn close_stdin_reports_whether_input_was_open(on: Transport) {
         .ok("process/closeStdin", json!({"processId": "nobody"}))
         .await;
     assert_eq!(unknown, status("unknownProcess"));
-    client.start(Start::sh("closed", "sleep 600")).await;
+    client.start(StartBuilder::sh("closed", "sleep 600")).await;
     client
-        .start(Start::sh("open", "trap '' HUP; cat; sleep 600").piped())
+        .start(StartBuilder::sh("open", "trap '' HUP; cat; sleep 600").piped())
         .await;
     let known = |id: &str| json!({"processId": id});
     assert_eq!(
@@ -185,14 +188,14 @@ async fn write_to_closed_input_reports_stdin_closed(on: Transport) {
     let unknown = client.ok("process/write", write("nobody", "1", "x")).await;
     assert_eq!(unknown, status("unknownProcess"));
 
-    client.start(Start::sh("none", "sleep 600")).await;
+    client.start(StartBuilder::sh("none", "sleep 600")).await;
     assert_eq!(
         client.ok("process/write", write("none", "1", "x")).await,
         status("stdinClosed")
     );
 
     let script = "exec 0<&-; echo closed; sleep 600";
-    client.start(Start::sh("shut", script).piped()).await;
+    client.start(StartBuilder::sh("shut", script).piped()).await;
     client.wrote("shut", "stdout", "closed").await;
     for id in ["1", "1", "2"] {
         let answer = client.ok("process/write", write("shut", id, "x")).await;
@@ -200,8 +203,8 @@ async fn write_to_closed_input_reports_stdin_closed(on: Transport) {
     }
 
     for (id, start) in [
-        ("pipe", Start::sh("pipe", "true").piped()),
-        ("tty", Start::sh("tty", "true").tty()),
+        ("pipe", StartBuilder::sh("pipe", "true").piped()),
+        ("tty", StartBuilder::sh("tty", "true").tty()),
     ] {
         client.run(start).await;
         assert_eq!(
@@ -214,7 +217,7 @@ async fn write_to_closed_input_reports_stdin_closed(on: Transport) {
 async fn process_that_does_not_read_blocks_only_its_own_writes(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script = "trap 'echo signalled' USR1; echo up; while :; do sleep 0.05; done";
-    client.start(Start::sh("p", script).piped()).await;
+    client.start(StartBuilder::sh("p", script).piped()).await;
     client.wrote("p", "stdout", "up").await;
     let part = vec![b'x'; 64 * 1024];
     let mut writes = Vec::new();
@@ -225,7 +228,7 @@ async fn process_that_does_not_read_blocks_only_its_own_writes(on: Transport) {
     let signal = json!({"processId": "p", "signal": "user1"});
     let signal = client.queue("process/signal", signal);
     let read = client.queue("process/read", json!({"processId": "p"}));
-    let other = client.queue("process/start", Start::sh("other", "echo fine").0);
+    let other = client.queue("process/start", StartBuilder::sh("other", "echo fine").0);
     client.flush().await;
     assert_eq!(client.answer(signal).await, Ok(json!({})));
     assert!(client.answer(read).await.unwrap()["chunks"][0].is_object());
@@ -249,7 +252,7 @@ async fn process_that_does_not_read_blocks_only_its_own_writes(on: Transport) {
 async fn a_thousand_long_polls_do_not_delay_other_requests(on: Transport) {
     let (_server, mut client) = served(on).await;
     client
-        .start(Start::sh("p", "read line; echo $line; exit 2").piped())
+        .start(StartBuilder::sh("p", "read line; echo $line; exit 2").piped())
         .await;
     let mut polls = Vec::new();
     // Far more than the number of requests that are handled at a time.

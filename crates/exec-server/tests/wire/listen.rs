@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::process::Output;
 
 use exec_server_testkit::proc;
-use exec_server_testkit::wire::{Subject, Transport};
+use exec_server_testkit::wire::{TestedServer, Transport};
 use rustix::process::Signal;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UnixListener};
@@ -71,7 +71,8 @@ async fn listening_on_the_network_without_auth_needs_danger_no_auth() {
     }
     let mut command = program();
     command.arg("--danger-no-auth");
-    let server = exec_server_testkit::server::Server::listening(command, "ws://0.0.0.0:0").await;
+    let server =
+        exec_server_testkit::server::ServerProcess::listening(command, "ws://0.0.0.0:0").await;
     assert!(
         server.url().starts_with("ws://0.0.0.0:"),
         "{}",
@@ -113,7 +114,7 @@ async fn stdout_has_only_the_listen_url() {
             .unwrap();
         assert_ne!(port, 0);
         let link = exec_server_transport::connect(line.trim_end(), &Default::default()).await;
-        let mut client = exec_server_testkit::wire::Client::new(link.unwrap());
+        let mut client = exec_server_testkit::wire::WireClient::new(link.unwrap());
         client
             .initialize(serde_json::json!({"clientName": "test"}))
             .await;
@@ -143,7 +144,7 @@ pub(crate) async fn http(url: &str, request: &str) -> String {
 
 #[tokio::test]
 async fn http_routes_return_status_and_empty_body() {
-    let server = Subject::start(Transport::Websocket, program()).await;
+    let server = TestedServer::start(Transport::Websocket, program()).await;
     let upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\
                    Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n";
     let origin = "Origin: http://evil.example\r\n";
@@ -207,7 +208,7 @@ async fn unix_socket_is_private_and_removed_at_exit() {
     // A socket file that a killed server left behind is replaced.
     drop(UnixListener::bind(&path).unwrap());
     assert!(path.exists());
-    let mut server = exec_server_testkit::server::Server::listening(program(), &url).await;
+    let mut server = exec_server_testkit::server::ServerProcess::listening(program(), &url).await;
     assert_eq!(server.url(), url);
     let mode = std::fs::metadata(&path).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
@@ -217,7 +218,7 @@ async fn unix_socket_is_private_and_removed_at_exit() {
     let link = exec_server_transport::connect(&url, &Default::default())
         .await
         .unwrap();
-    let mut client = exec_server_testkit::wire::Client::new(link);
+    let mut client = exec_server_testkit::wire::WireClient::new(link);
     client
         .initialize(serde_json::json!({"clientName": "test"}))
         .await;

@@ -5,7 +5,7 @@
 
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
-use exec_server_testkit::wire::{Client, Subject, Transport};
+use exec_server_testkit::wire::{TestedServer, Transport, WireClient};
 use tokio::process::Command;
 
 mod capability;
@@ -44,8 +44,8 @@ fn program() -> Command {
 }
 
 /// A server and a client with a session on it.
-async fn served(on: Transport) -> (Subject, Client) {
-    let mut subject = Subject::start(on, program()).await;
+async fn served(on: Transport) -> (TestedServer, WireClient) {
+    let mut subject = TestedServer::start(on, program()).await;
     let client = subject.session().await;
     (subject, client)
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use exec_server_testkit::proc::{self, PATIENCE, eventually};
-use exec_server_testkit::wire::{Client, Start, Subject, Transport};
+use exec_server_testkit::wire::{StartBuilder, TestedServer, Transport, WireClient};
 use exec_server_transport::{ConnectOptions, Link, connect};
 use serde_json::{Value, json};
 use tokio::process::Command;
@@ -42,11 +42,11 @@ fn uri(path: &Path) -> String {
 }
 
 /// Files of which the answers are large.
-struct Large {
+struct LargeFiles {
     directory: tempfile::TempDir,
 }
 
-impl Large {
+impl LargeFiles {
     fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         // Sparse: it costs no disk.
@@ -67,7 +67,7 @@ impl Large {
     }
 
     /// Asks for much and takes nothing of it.
-    async fn ask(&self, client: &mut Client) {
+    async fn ask(&self, client: &mut WireClient) {
         client
             .ok(
                 "fs/open",
@@ -87,12 +87,12 @@ impl Large {
     }
 
     /// What a client usually does; how long that took, the median of several times.
-    async fn usual(&self, client: &mut Client, tag: &str) -> Duration {
+    async fn usual(&self, client: &mut WireClient, tag: &str) -> Duration {
         let mut times = Vec::new();
         for n in 0..15 {
             let begun = Instant::now();
             let seen = client
-                .run(Start::sh(&format!("{tag}{n}"), "echo hello"))
+                .run(StartBuilder::sh(&format!("{tag}{n}"), "echo hello"))
                 .await;
             assert_eq!(seen.text("stdout"), "hello\n");
             let read = client
@@ -133,9 +133,9 @@ async fn unfinished(url: &str) -> JoinHandle<()> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hostile_peers_neither_end_nor_slow_down_a_server_under_a_limit_of_memory() {
-    let mut server = Subject::start(Transport::Websocket, limited()).await;
+    let mut server = TestedServer::start(Transport::Websocket, limited()).await;
     let pid = server.server_pid().await;
-    let large = Large::new();
+    let large = LargeFiles::new();
     let mut client = server.session().await;
     // Once for what happens only once.
     large.usual(&mut client, "warm").await;
@@ -181,7 +181,7 @@ async fn hostile_peers_neither_end_nor_slow_down_a_server_under_a_limit_of_memor
     tokio::time::timeout(PATIENCE, all)
         .await
         .expect("room for others");
-    let seen = client.run(Start::sh("last", "exit 7")).await;
+    let seen = client.run(StartBuilder::sh("last", "exit 7")).await;
     assert_eq!(seen.exit_code(), 7);
     for writer in writers {
         writer.abort();
@@ -191,7 +191,7 @@ async fn hostile_peers_neither_end_nor_slow_down_a_server_under_a_limit_of_memor
 
 #[tokio::test]
 async fn a_file_that_is_cut_while_it_is_sent_is_answered_with_what_was_there() {
-    let mut server = Subject::start(Transport::Unix, program()).await;
+    let mut server = TestedServer::start(Transport::Unix, program()).await;
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("f");
     std::fs::write(&path, vec![b'x'; 24 << 20]).unwrap();

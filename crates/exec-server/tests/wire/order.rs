@@ -1,6 +1,6 @@
 //! Order and independence of messages: what must follow what, and what must not wait.
 
-use exec_server_testkit::wire::{Seen, Start, Subject, Transport};
+use exec_server_testkit::wire::{ReceivedMessage, StartBuilder, TestedServer, Transport};
 use serde_json::{Value, json};
 
 use crate::{over_all, program, served};
@@ -17,7 +17,7 @@ async fn start_response_precedes_notifications_of_the_process(on: Transport) {
     let (_server, mut client) = served(on).await;
     let mut starts = Vec::new();
     for n in 0..500 {
-        let start = Start::new(&n.to_string(), &["/bin/echo", &n.to_string()]);
+        let start = StartBuilder::new(&n.to_string(), &["/bin/echo", &n.to_string()]);
         starts.push(client.queue("process/start", start.0));
     }
     client.flush_and_take().await;
@@ -31,12 +31,12 @@ async fn start_response_precedes_notifications_of_the_process(on: Transport) {
     let mut answered = vec![false; starts.len()];
     for seen in &client.order {
         match seen {
-            Seen::Answer(id) => {
+            ReceivedMessage::Answer(id) => {
                 if let Ok(n) = starts.binary_search(id) {
                     answered[n] = true;
                 }
             }
-            Seen::Notification(method, process) => {
+            ReceivedMessage::Notification(method, process) => {
                 assert!(
                     answered[process.parse::<usize>().unwrap()],
                     "{method} of {process}"
@@ -48,7 +48,9 @@ async fn start_response_precedes_notifications_of_the_process(on: Transport) {
 
 async fn all_pipelined_requests_get_a_response(on: Transport) {
     let (_server, mut client) = served(on).await;
-    client.start(Start::sh("p", "sleep 600").piped()).await;
+    client
+        .start(StartBuilder::sh("p", "sleep 600").piped())
+        .await;
     // Twice: reading all the while, and only after everything was sent.
     for read_meanwhile in [true, false] {
         let mut sent = Vec::new();
@@ -109,11 +111,17 @@ async fn invalid_messages_are_rejected_and_the_connection_survives(on: Transport
     );
     client.send_text(&many).await;
     assert_eq!(client.refusal().await.code, -32600);
-    assert_eq!(client.run(Start::sh("p", "exit 3")).await.exit_code(), 3);
+    assert_eq!(
+        client
+            .run(StartBuilder::sh("p", "exit 3"))
+            .await
+            .exit_code(),
+        3
+    );
 }
 
 async fn error_for_an_unknown_method_names_it(on: Transport) {
-    let mut server = Subject::start(on, program()).await;
+    let mut server = TestedServer::start(on, program()).await;
     let mut client = server.connect().await;
     for state in ["new", "ready"] {
         let refused = client.refused("no/such", Value::Null).await;
@@ -141,9 +149,9 @@ async fn error_for_an_unknown_method_names_it(on: Transport) {
 async fn concurrent_requests_1_handles_requests_one_by_one(on: Transport) {
     let mut program = program();
     program.args(["--concurrent-requests", "1"]);
-    let mut server = Subject::start(on, program).await;
+    let mut server = TestedServer::start(on, program).await;
     let mut client = server.session().await;
-    client.start(Start::sh("p", "sleep 600")).await;
+    client.start(StartBuilder::sh("p", "sleep 600")).await;
     let params = json!({"processId": "p", "waitMs": 100});
     let mut sent = Vec::new();
     for _ in 0..3 {
@@ -158,7 +166,7 @@ async fn concurrent_requests_1_handles_requests_one_by_one(on: Transport) {
         .order
         .iter()
         .filter_map(|seen| match seen {
-            Seen::Answer(id) if sent.contains(id) => Some(*id),
+            ReceivedMessage::Answer(id) if sent.contains(id) => Some(*id),
             _ => None,
         })
         .collect();

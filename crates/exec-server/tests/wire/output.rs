@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use exec_server_testkit::wire::{Client, Start, Subject, Transport, bytes, fields};
+use exec_server_testkit::wire::{StartBuilder, TestedServer, Transport, WireClient, bytes, fields};
 use serde_json::{Value, json};
 
 use crate::{over_all, program, served};
@@ -25,13 +25,13 @@ pub(crate) fn count_to(lines: u64) -> String {
 
 /// Checks that bytes are what [`count_to`] writes, and counts the lines.
 #[derive(Default)]
-pub(crate) struct Counted {
+pub(crate) struct CountChecker {
     pub(crate) lines: u64,
     /// The beginning of a line whose end has not arrived yet.
     rest: Vec<u8>,
 }
 
-impl Counted {
+impl CountChecker {
     pub(crate) fn take(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             let missing = (9 - self.rest.len()).min(bytes.len());
@@ -62,8 +62,8 @@ impl Counted {
 }
 
 /// Reads the output of [`count_to`] with `process/read`; returns the lines and the last response.
-pub(crate) async fn pull_everything(client: &mut Client, process_id: &str) -> (u64, Value) {
-    let mut counted = Counted::default();
+pub(crate) async fn pull_everything(client: &mut WireClient, process_id: &str) -> (u64, Value) {
+    let mut counted = CountChecker::default();
     // The exit has a sequence number, too, and may precede the last of the output.
     let (mut after, mut skipped) = (0, 0);
     loop {
@@ -87,7 +87,7 @@ pub(crate) async fn pull_everything(client: &mut Client, process_id: &str) -> (u
 async fn exited_and_closed_report_status_usage_and_signal(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script = "i=0; while [ $i -lt 200000 ]; do i=$((i + 1)); done; echo done; exit 3";
-    let seen = client.run(Start::sh("p", script)).await;
+    let seen = client.run(StartBuilder::sh("p", script)).await;
     let exited = seen.exited.clone().unwrap();
     assert_eq!(
         fields(&exited),
@@ -114,7 +114,9 @@ async fn exited_and_closed_report_status_usage_and_signal(on: Transport) {
         ["discardedBytes", "inheritedOutput", "processId", "seq"]
     );
 
-    client.run(Start::sh("killed", "kill -TERM $$")).await;
+    client
+        .run(StartBuilder::sh("killed", "kill -TERM $$"))
+        .await;
     let read = client
         .ok("process/read", json!({"processId": "killed"}))
         .await;
@@ -127,7 +129,7 @@ async fn exited_and_closed_report_status_usage_and_signal(on: Transport) {
 async fn read_reports_evicted_bytes(on: Transport) {
     let (_server, mut client) = served(on).await;
     let seen = client
-        .run(Start::sh("p", "head -c 3000000 /dev/zero"))
+        .run(StartBuilder::sh("p", "head -c 3000000 /dev/zero"))
         .await;
     let (last, total) = (seen.last_seq, seen.bytes("stdout").len() as u64);
     assert_eq!(total, 3_000_000, "all of it is pushed");
@@ -175,7 +177,7 @@ async fn read_reports_evicted_bytes(on: Transport) {
 async fn wait_returns_at_exit_at_close_or_at_its_timeout(on: Transport) {
     let (_server, mut client) = served(on).await;
     client
-        .start(Start::sh("p", "read line; sleep 600 & exit 4").piped())
+        .start(StartBuilder::sh("p", "read line; sleep 600 & exit 4").piped())
         .await;
     let params =
         |until: &str, timeout: u64| json!({"processId": "p", "until": until, "timeoutMs": timeout});
@@ -223,7 +225,7 @@ async fn wait_returns_at_exit_at_close_or_at_its_timeout(on: Transport) {
 async fn snapshot_keeps_head_and_tail_of_the_output(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script = format!("{}; echo to stderr >&2; read line", count_to(300_000));
-    client.start(Start::sh("p", &script).piped()).await;
+    client.start(StartBuilder::sh("p", &script).piped()).await;
     client.wrote("p", "stderr", "to stderr").await;
     client
         .until("p", "all lines came", |seen| {
@@ -268,7 +270,9 @@ async fn snapshot_keeps_head_and_tail_of_the_output(on: Transport) {
     assert_eq!(snapshot["running"], false);
     assert_eq!(snapshot["exitCode"], 0);
 
-    client.run(Start::sh("t", "echo on a terminal").tty()).await;
+    client
+        .run(StartBuilder::sh("t", "echo on a terminal").tty())
+        .await;
     let snapshot = client
         .ok("process/snapshot", json!({"processId": "t"}))
         .await;
@@ -312,13 +316,16 @@ async fn list_describes_running_and_ended_processes(on: Transport) {
         .as_millis();
     client
         .start(
-            Start::sh("b running", "echo $$; sleep 600")
+            StartBuilder::sh("b running", "echo $$; sleep 600")
                 .tty()
                 .with("cwd", "file:///tmp"),
         )
         .await;
     client
-        .run(Start::sh("a ended", "head -c 2000000 /dev/zero; exit 3"))
+        .run(StartBuilder::sh(
+            "a ended",
+            "head -c 2000000 /dev/zero; exit 3",
+        ))
         .await;
     client.wrote("b running", "pty", "\r\n").await;
     let pid: u64 = client
@@ -390,7 +397,7 @@ async fn pulled_output_is_not_pushed(on: Transport) {
     for (tty, stream) in [(false, "stdout"), (true, "pty")] {
         let id = format!("p {tty}");
         let script = "echo one; sleep 0.05; echo two; exit 3";
-        let start = Start::sh(&id, script)
+        let start = StartBuilder::sh(&id, script)
             .with("delivery", "pull")
             .with("tty", tty);
         let seen = client.run(start).await;
@@ -410,9 +417,9 @@ async fn pulled_output_is_not_pushed(on: Transport) {
             "one\ntwo\n"
         );
     }
-    let start = Start::sh("push", "echo x").with("delivery", "push");
+    let start = StartBuilder::sh("push", "echo x").with("delivery", "push");
     assert_eq!(client.run(start).await.text("stdout"), "x\n");
-    let bad = Start::sh("bad", "true").with("delivery", "pigeon");
+    let bad = StartBuilder::sh("bad", "true").with("delivery", "pigeon");
     assert_eq!(client.refused("process/start", bad.0).await.code, -32602);
 }
 
@@ -428,7 +435,7 @@ async fn pulled_output_is_complete(on: Transport) {
     let (_server, mut client) = served(on).await;
     let many = many_lines(on);
     client
-        .start(Start::sh("p", &count_to(many)).with("delivery", "pull"))
+        .start(StartBuilder::sh("p", &count_to(many)).with("delivery", "pull"))
         .await;
     // The process waits for its reader without a time limit.
     loop {
@@ -450,14 +457,14 @@ async fn pushed_output_is_complete(on: Transport) {
     let (_server, mut client) = served(on).await;
     let counted = count(&mut client, "p");
     client
-        .run(Start::sh("p", &count_to(many_lines(on) / 4)))
+        .run(StartBuilder::sh("p", &count_to(many_lines(on) / 4)))
         .await;
     assert_eq!(counted.lock().unwrap().finish(), many_lines(on) / 4);
 }
 
 /// Checks the pushed output of a [`count_to`] as it arrives.
-pub(crate) fn count(client: &mut Client, process_id: &str) -> Arc<Mutex<Counted>> {
-    let counted = Arc::new(Mutex::new(Counted::default()));
+pub(crate) fn count(client: &mut WireClient, process_id: &str) -> Arc<Mutex<CountChecker>> {
+    let counted = Arc::new(Mutex::new(CountChecker::default()));
     let sink = Arc::clone(&counted);
     client.watch(
         process_id,
@@ -473,14 +480,14 @@ async fn pulled_process_waits_for_its_reader_after_a_disconnect() {
     let done = directory.path().join("done");
     let script = format!("{}; touch {}", count_to(1_000_000), done.display());
     client
-        .start(Start::sh("p", &script).with("delivery", "pull"))
+        .start(StartBuilder::sh("p", &script).with("delivery", "pull"))
         .await;
     let session = client.session_id();
     drop(client);
     // Takes as long as the pulled process would without waiting.
     let mut other = server.session().await;
     let counted = count(&mut other, "q");
-    other.run(Start::sh("q", &count_to(1_000_000))).await;
+    other.run(StartBuilder::sh("q", &count_to(1_000_000))).await;
     assert_eq!(counted.lock().unwrap().finish(), 1_000_000);
     assert!(!done.exists(), "9 MB were written without a reader");
 
@@ -498,11 +505,15 @@ async fn pulled_process_waits_for_its_reader_after_a_disconnect() {
 /// The flow-control window belongs to one reader: after the resume, the new one blocks the process.
 #[tokio::test]
 async fn resumed_reader_applies_backpressure_to_a_pulled_process() {
-    let mut server = Subject::start(Transport::Websocket, program()).await;
+    let mut server = TestedServer::start(Transport::Websocket, program()).await;
     let mut client = server.session().await;
     let script = format!("read line; {}", count_to(1_000_000));
     client
-        .start(Start::sh("p", &script).piped().with("delivery", "pull"))
+        .start(
+            StartBuilder::sh("p", &script)
+                .piped()
+                .with("delivery", "pull"),
+        )
         .await;
     let session = client.session_id();
     drop(client);

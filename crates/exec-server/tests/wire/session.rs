@@ -1,7 +1,7 @@
 //! Sessions: their grace period, how they end, and who may resume them.
 
 use exec_server_testkit::proc::{self, all_gone, bearers, eventually, marker};
-use exec_server_testkit::wire::{Seen, Start, Subject, Transport, bytes};
+use exec_server_testkit::wire::{ReceivedMessage, StartBuilder, TestedServer, Transport, bytes};
 use serde_json::{Value, json};
 
 use crate::{over_all, program, served};
@@ -22,7 +22,7 @@ async fn detach_grace_is_granted_up_to_one_day(on: Transport) {
         ((day + 1).into(), day),
         (u64::MAX.into(), day),
     ] {
-        let mut server = Subject::start(on, program()).await;
+        let mut server = TestedServer::start(on, program()).await;
         let mut client = server.connect().await;
         let params = json!({"clientName": "test", "detachGraceMs": asked});
         let session = client.initialize(params).await;
@@ -41,9 +41,11 @@ async fn session_end_kills_all_processes_and_frees_the_connection(on: Transport)
     let (_server, mut client) = served(on).await;
     let (first, mark) = (client.session_id(), marker());
     let script = "trap '' TERM HUP; setsid sh -c 'echo up; sleep 600' & echo up; wait; sleep 600";
-    client.start(Start::sh("pipe", script).marked(&mark)).await;
     client
-        .start(Start::sh("tty", script).tty().marked(&mark))
+        .start(StartBuilder::sh("pipe", script).marked(&mark))
+        .await;
+    client
+        .start(StartBuilder::sh("tty", script).tty().marked(&mark))
         .await;
     client
         .until("pipe", "both are up", |seen| {
@@ -78,13 +80,19 @@ async fn session_end_kills_all_processes_and_frees_the_connection(on: Transport)
     assert_ne!(client.session_id(), first);
     let listed = client.ok("process/list", json!({"all": true})).await;
     assert_eq!(listed, json!({"processes": []}));
-    assert_eq!(client.run(Start::sh("pipe", "exit 4")).await.exit_code(), 4);
+    assert_eq!(
+        client
+            .run(StartBuilder::sh("pipe", "exit 4"))
+            .await
+            .exit_code(),
+        4
+    );
 }
 
 async fn requests_before_the_handshake_completes_are_rejected(on: Transport) {
-    let mut server = Subject::start(on, program()).await;
+    let mut server = TestedServer::start(on, program()).await;
     let mut client = server.connect().await;
-    let start = Start::sh("p", "true").0;
+    let start = StartBuilder::sh("p", "true").0;
     let refused = client.refused("process/start", start.clone()).await;
     assert_eq!(refused.code, -32600);
     assert_eq!(
@@ -115,7 +123,13 @@ async fn requests_before_the_handshake_completes_are_rejected(on: Transport) {
         .send_text(r#"{"method":"initialized","params":{}}"#)
         .await;
     client.send_text(r#"{"method":"initialized"}"#).await;
-    assert_eq!(client.run(Start::sh("p", "exit 3")).await.exit_code(), 3);
+    assert_eq!(
+        client
+            .run(StartBuilder::sh("p", "exit 3"))
+            .await
+            .exit_code(),
+        3
+    );
 }
 
 /// The transports on which a session can be resumed.
@@ -134,7 +148,7 @@ async fn resume_after_a_disconnect_replays_missing_output() {
              read line; echo back $line; exit 6",
             go = go.display()
         );
-        client.start(Start::sh("p", &script).piped()).await;
+        client.start(StartBuilder::sh("p", &script).piped()).await;
         let seen = client.wrote("p", "stdout", "line 1000\n").await;
         let (mut text, mut after) = (seen.text("stdout"), seen.last_seq);
         let session = client.session_id();
@@ -169,12 +183,12 @@ async fn resume_after_a_disconnect_replays_missing_output() {
         assert_eq!(text, expected);
         // `closed` came over the new connection, after the response that attached it.
         assert_eq!(client.closed("p").await.exit_code(), 6);
-        assert_eq!(client.order[0], Seen::Answer(1));
+        assert_eq!(client.order[0], ReceivedMessage::Answer(1));
     }
 }
 
 /// Resumes a session as soon as the server has noticed that its connection is closed.
-async fn resume(server: &mut Subject, session: &str) -> exec_server_testkit::wire::Client {
+async fn resume(server: &mut TestedServer, session: &str) -> exec_server_testkit::wire::WireClient {
     let params = json!({"clientName": "test", "resumeSessionId": session});
     let mut client = server.connect().await;
     loop {
@@ -193,14 +207,16 @@ async fn resume(server: &mut Subject, session: &str) -> exec_server_testkit::wir
 #[tokio::test]
 async fn session_and_its_processes_end_after_the_detach_grace() {
     for on in RESUMABLE {
-        let mut server = Subject::start(on, program()).await;
+        let mut server = TestedServer::start(on, program()).await;
         let mut client = server.connect().await;
         client
             .initialize(json!({"clientName": "test", "detachGraceMs": 50}))
             .await;
         let mark = marker();
         let script = "trap '' TERM HUP; setsid sh -c 'echo up; sleep 600' & wait; sleep 600";
-        client.start(Start::sh("p", script).marked(&mark)).await;
+        client
+            .start(StartBuilder::sh("p", script).marked(&mark))
+            .await;
         client.wrote("p", "stdout", "up").await;
         let session = client.session_id();
         drop(client);
@@ -214,12 +230,12 @@ async fn session_and_its_processes_end_after_the_detach_grace() {
 
 #[tokio::test]
 async fn detach_grace_is_kept_on_resume_and_can_be_changed() {
-    let mut server = Subject::start(Transport::Websocket, program()).await;
+    let mut server = TestedServer::start(Transport::Websocket, program()).await;
     let mut client = server.connect().await;
     client
         .initialize(json!({"clientName": "test", "detachGraceMs": 3_600_000}))
         .await;
-    client.start(Start::sh("p", "sleep 600")).await;
+    client.start(StartBuilder::sh("p", "sleep 600")).await;
     let session = client.session_id();
     drop(client);
     let client = resume(&mut server, &session).await;
@@ -247,16 +263,23 @@ async fn resume_of_an_attached_session_is_rejected() {
     let refused = thief.refused("initialize", params).await;
     assert_eq!(refused.code, -32010);
     assert!(refused.message.contains("already attached"), "{refused}");
-    assert_eq!(client.run(Start::sh("p", "exit 2")).await.exit_code(), 2);
+    assert_eq!(
+        client
+            .run(StartBuilder::sh("p", "exit 2"))
+            .await
+            .exit_code(),
+        2
+    );
 }
 
 #[tokio::test]
 async fn sessions_have_separate_process_ids_and_can_address_each_other() {
     let (mut server, mut one) = served(Transport::Websocket).await;
     let mut other = server.session().await;
-    one.start(Start::sh("same", "sleep 600; exit 1")).await;
+    one.start(StartBuilder::sh("same", "sleep 600; exit 1"))
+        .await;
     other
-        .start(Start::sh(
+        .start(StartBuilder::sh(
             "same",
             "trap 'exit 7' USR1; echo up; while :; do sleep 0.05; done",
         ))
@@ -300,15 +323,17 @@ async fn sessions_have_separate_process_ids_and_can_address_each_other() {
 async fn ended_sessions_leave_no_descriptors_and_no_processes() {
     let (mut server, mut client) = served(Transport::Websocket).await;
     let pid = server.server_pid().await;
-    client.run(Start::sh("warm", "true")).await;
+    client.run(StartBuilder::sh("warm", "true")).await;
     let before = proc::descriptors(pid);
     for _ in 0..20 {
         let mut other = server.connect().await;
         other
             .initialize(json!({"clientName": "test", "detachGraceMs": 0}))
             .await;
-        other.start(Start::sh("p", "sleep 600").piped()).await;
-        other.start(Start::sh("t", "sleep 600").tty()).await;
+        other
+            .start(StartBuilder::sh("p", "sleep 600").piped())
+            .await;
+        other.start(StartBuilder::sh("t", "sleep 600").tty()).await;
     }
     eventually("descriptors and children", || {
         let (now, children) = (proc::descriptors(pid), proc::children(pid));

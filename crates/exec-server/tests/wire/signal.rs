@@ -1,7 +1,7 @@
 //! Signals by name, and the processes that each scope reaches.
 
 use exec_server_testkit::proc::eventually;
-use exec_server_testkit::wire::{Start, Transport};
+use exec_server_testkit::wire::{StartBuilder, Transport};
 use serde_json::{Value, json};
 
 use crate::{over_all, served};
@@ -27,7 +27,7 @@ async fn each_signal_name_sends_its_signal(on: Transport) {
         for tty in [false, true] {
             let id = format!("{name} {tty}");
             // No core files in the current directory.
-            let start = Start::sh(&id, "ulimit -c 0; exec sleep 600").with("tty", tty);
+            let start = StartBuilder::sh(&id, "ulimit -c 0; exec sleep 600").with("tty", tty);
             client.start(start).await;
             let params = json!({"processId": id, "signal": name});
             assert_eq!(client.ok("process/signal", params).await, json!({}));
@@ -46,7 +46,7 @@ async fn each_signal_name_sends_its_signal(on: Transport) {
 async fn stop_and_continue_suspend_and_resume_the_process(on: Transport) {
     let (_server, mut client) = served(on).await;
     client
-        .start(Start::sh("p", "read line; echo $line").piped())
+        .start(StartBuilder::sh("p", "read line; echo $line").piped())
         .await;
     let listed = client.ok("process/list", json!({})).await;
     let pid = listed["processes"][0]["pid"].as_u64().unwrap();
@@ -75,7 +75,7 @@ async fn signal_scope_selects_leader_group_or_tree(on: Transport) {
         sh -c "$body" member &
         setsid sh -c "$body" outsider &
         trap "echo leader got it" USR1; echo leader up; while :; do sleep 0.05; done"#;
-    client.start(Start::sh("p", script)).await;
+    client.start(StartBuilder::sh("p", script)).await;
     client
         .until("p", "all are up", |seen| {
             seen.text("stdout").matches(" up\n").count() == 3
@@ -111,7 +111,7 @@ async fn signal_scope_selects_leader_group_or_tree(on: Transport) {
 
 async fn signal_to_an_ended_or_unknown_process_is_no_error(on: Transport) {
     let (_server, mut client) = served(on).await;
-    client.run(Start::sh("ended", "true")).await;
+    client.run(StartBuilder::sh("ended", "true")).await;
     for id in ["nobody", "ended"] {
         for scope in ["group", "leader", "tree"] {
             let params = json!({"processId": id, "signal": "kill", "scope": scope});

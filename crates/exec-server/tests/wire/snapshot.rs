@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use exec_server_testkit::proc::{all_gone, bearers, marker};
-use exec_server_testkit::wire::{Client, Observed, Start, Subject, Transport};
+use exec_server_testkit::wire::{
+    ObservedProcess, StartBuilder, TestedServer, Transport, WireClient,
+};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -14,15 +16,15 @@ over_all! {
 }
 
 /// A user whose start-up files are the test's.
-struct User {
+struct ShellUser {
     home: PathBuf,
     _directory: TempDir,
-    _subject: Subject,
-    client: Client,
+    _subject: TestedServer,
+    client: WireClient,
     started: u32,
 }
 
-impl User {
+impl ShellUser {
     async fn new(on: Transport, settings: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let home = directory.path().canonicalize().unwrap();
@@ -32,7 +34,7 @@ impl User {
         for setting in settings {
             command.args(["--set", setting]);
         }
-        let mut subject = Subject::start(on, command).await;
+        let mut subject = TestedServer::start(on, command).await;
         let client = subject.session().await;
         Self {
             home,
@@ -59,18 +61,18 @@ impl User {
     }
 
     /// A command in a login shell, with a snapshot of this scope.
-    fn start(&mut self, shell: &str, scope: &str, command: &str) -> Start {
+    fn start(&mut self, shell: &str, scope: &str, command: &str) -> StartBuilder {
         self.started += 1;
         let name = Path::new(shell).file_name().unwrap().to_str().unwrap();
         let id = format!("{scope} {}", self.started);
-        Start::new(&id, &[shell, "-lc", command])
+        StartBuilder::new(&id, &[shell, "-lc", command])
             .with("cwd", format!("file://{}", self.home.display()))
             .with("env", json!({}))
             .with("envPolicy", everything())
             .with("shellSnapshot", wanted(scope, name, shell))
     }
 
-    async fn run(&mut self, shell: &str, scope: &str, command: &str) -> &Observed {
+    async fn run(&mut self, shell: &str, scope: &str, command: &str) -> &ObservedProcess {
         let start = self.start(shell, scope, command);
         self.client.run(start).await
     }
@@ -112,7 +114,7 @@ trap 'echo "and bye"' EXIT
 "#;
 
 async fn start_up_files_run_once_per_snapshot_scope(on: Transport) {
-    let mut user = User::new(on, &[]).await;
+    let mut user = ShellUser::new(on, &[]).await;
     assert_eq!(
         user.client.session["environmentInfo"]["capabilities"]["shellSnapshotV2"],
         true
@@ -144,7 +146,7 @@ async fn start_up_files_run_once_per_snapshot_scope(on: Transport) {
 /// A command sees the same, whether it runs first, later, or without a snapshot.
 #[tokio::test]
 async fn commands_see_the_same_state_with_and_without_a_snapshot() {
-    let mut user = User::new(Transport::Websocket, &[]).await;
+    let mut user = ShellUser::new(Transport::Websocket, &[]).await;
     user.profile(".bash_profile", PROFILE);
     for command in [
         "env | grep -v ^SHLVL= | sort",
@@ -160,7 +162,7 @@ async fn commands_see_the_same_state_with_and_without_a_snapshot() {
         let plain = user
             .start(BASH, "s", command)
             .with("shellSnapshot", Value::Null);
-        let seen = |seen: &Observed| (seen.text("stdout"), seen.exit_code());
+        let seen = |seen: &ObservedProcess| (seen.text("stdout"), seen.exit_code());
         let plain = seen(user.client.run(plain).await);
         for _ in 0..2 {
             assert_eq!(seen(user.run(BASH, "s", command).await), plain, "{command}");
@@ -176,7 +178,7 @@ async fn commands_see_the_same_state_with_and_without_a_snapshot() {
 
 #[tokio::test]
 async fn request_environment_overrides_start_up_files() {
-    let mut user = User::new(Transport::Websocket, &[]).await;
+    let mut user = ShellUser::new(Transport::Websocket, &[]).await;
     let text = "export A=file B=file MY_TOKEN=file EXTRA=file; unset C D";
     user.profile(".bash_profile", text);
     let print = "echo \"$A ${B-} ${C-} ${D-} ${MY_TOKEN-} ${EXTRA-}\"";
@@ -203,7 +205,7 @@ async fn request_environment_overrides_start_up_files() {
 
 #[tokio::test]
 async fn snapshots_work_for_zsh_and_sh() {
-    let mut user = User::new(Transport::Websocket, &[]).await;
+    let mut user = ShellUser::new(Transport::Websocket, &[]).await;
     user.profile(
         ".zprofile",
         "setopt extendedglob\nf() { print -r -- \"f $1\" }\nalias ll='print aliased'\n\
@@ -229,7 +231,7 @@ async fn snapshots_work_for_zsh_and_sh() {
 
 #[tokio::test]
 async fn snapshots_are_taken_only_for_login_shells_with_a_command() {
-    let mut user = User::new(Transport::Websocket, &[]).await;
+    let mut user = ShellUser::new(Transport::Websocket, &[]).await;
     user.profile(".bash_profile", "");
     for argv in [
         json!([BASH, "-c", "echo ok"]),
@@ -267,7 +269,7 @@ async fn snapshots_are_taken_only_for_login_shells_with_a_command() {
 /// Start-up files that fail the first time, or always: commands run as if without a snapshot.
 #[tokio::test]
 async fn failed_snapshot_falls_back_to_an_ordinary_start() {
-    let mut user = User::new(Transport::Websocket, &["times.shell_snapshot=2s"]).await;
+    let mut user = ShellUser::new(Transport::Websocket, &["times.shell_snapshot=2s"]).await;
     let marker = marker();
     let once = |text: &str| format!("[ -e once ] || {{ touch once; {text}; }}");
     let huge = "eval \"f() { : $(printf %0600000d 1); }\"";
@@ -310,7 +312,7 @@ async fn failed_snapshot_falls_back_to_an_ordinary_start() {
 /// with the session.
 #[tokio::test]
 async fn background_process_of_start_up_files_ends_with_the_session() {
-    let mut user = User::new(Transport::Websocket, &[]).await;
+    let mut user = ShellUser::new(Transport::Websocket, &[]).await;
     let marker = marker();
     user.profile(
         ".bash_profile",
@@ -331,7 +333,7 @@ async fn background_process_of_start_up_files_ends_with_the_session() {
 /// Commands that start together share one snapshot, and a terminal uses it as well.
 #[tokio::test]
 async fn concurrent_commands_share_one_snapshot() {
-    let mut user = User::new(Transport::Websocket, &[]).await;
+    let mut user = ShellUser::new(Transport::Websocket, &[]).await;
     user.profile(".bash_profile", "sleep 0.3; export FOO=bar");
     let mut ids = Vec::new();
     for n in 0..8 {
@@ -353,7 +355,7 @@ async fn concurrent_commands_share_one_snapshot() {
 /// The snapshot is taken under the same policy as the command.
 #[tokio::test]
 async fn snapshot_of_a_sandboxed_shell_is_taken_in_its_sandbox() {
-    let mut user = User::new(Transport::Websocket, &[]).await;
+    let mut user = ShellUser::new(Transport::Websocket, &[]).await;
     let profile = "touch was-here 2>/dev/null; f() { echo f; }; export FOO=bar";
     std::fs::write(user.home.join(".bash_profile"), profile).unwrap();
     let entries =
@@ -380,7 +382,7 @@ async fn snapshot_of_a_sandboxed_shell_is_taken_in_its_sandbox() {
 /// With more scopes than are kept, the oldest snapshot is taken again.
 #[tokio::test]
 async fn least_recently_used_snapshot_is_evicted() {
-    let mut user = User::new(Transport::Websocket, &[]).await;
+    let mut user = ShellUser::new(Transport::Websocket, &[]).await;
     user.profile(".bash_profile", "");
     for n in 0..17 {
         user.says(BASH, &n.to_string(), "true").await;
@@ -398,7 +400,7 @@ async fn snapshot_state_is_not_in_the_environment_of_commands() {
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join(".bash_profile"), "f() { :; }").unwrap();
     for n in 0..2 {
-        let start = Start::new(&n.to_string(), &[BASH, "-lc", "env; set"])
+        let start = StartBuilder::new(&n.to_string(), &[BASH, "-lc", "env; set"])
             .with(
                 "env",
                 json!({"HOME": directory.path(), "PATH": "/usr/bin:/bin"}),
@@ -413,7 +415,7 @@ async fn snapshot_state_is_not_in_the_environment_of_commands() {
 /// The state of a shell may be secret: no file holds it, neither while it is read nor afterwards.
 #[tokio::test]
 async fn snapshots_are_never_written_to_a_file() {
-    let mut user = User::new(Transport::Websocket, &[]).await;
+    let mut user = ShellUser::new(Transport::Websocket, &[]).await;
     let files = ".bash_profile\ncount\nseen\n";
     user.profile(".bash_profile", "f() { :; }\nls -A \"$TMPDIR\" > seen");
     for round in 0..2 {

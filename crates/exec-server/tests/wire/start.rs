@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use exec_server_testkit::proc::{all_gone, eventually, marker};
-use exec_server_testkit::wire::{Start, Transport};
+use exec_server_testkit::wire::{StartBuilder, Transport};
 use serde_json::{Value, json};
 
 use crate::{over_all, served};
@@ -23,21 +23,27 @@ over_all! {
 
 async fn terminal_starts_with_the_requested_size(on: Transport) {
     let (_server, mut client) = served(on).await;
-    let seen = client.run(Start::sh("default", "stty size").tty()).await;
+    let seen = client
+        .run(StartBuilder::sh("default", "stty size").tty())
+        .await;
     assert_eq!(seen.text("pty"), "24 80\r\n");
     let size = json!({"rows": 65_535, "cols": 1});
     let seen = client
-        .run(Start::sh("odd", "stty size").tty().with("size", size))
+        .run(
+            StartBuilder::sh("odd", "stty size")
+                .tty()
+                .with("size", size),
+        )
         .await;
     assert_eq!(seen.text("pty"), "65535 1\r\n");
     for (rows, cols, name) in [(0, 80, "rows"), (24, 0, "cols"), (65_536, 80, "rows")] {
         let size = json!({"rows": rows, "cols": cols});
-        let start = Start::sh("bad", "true").tty().with("size", size);
+        let start = StartBuilder::sh("bad", "true").tty().with("size", size);
         let refused = client.refused("process/start", start.0).await;
         assert_eq!(refused.code, -32602);
         assert!(refused.message.contains(name), "{refused}");
     }
-    let start = Start::sh("bad", "true")
+    let start = StartBuilder::sh("bad", "true")
         .tty()
         .with("size", json!({"rows": -1, "cols": 1}));
     assert_eq!(client.refused("process/start", start.0).await.code, -32602);
@@ -47,7 +53,7 @@ async fn timeout_sends_sigterm_then_sigkill_to_the_tree(on: Transport) {
     let (_server, mut client) = served(on).await;
     // SIGTERM first: output written on SIGTERM is kept, and so is the exit code.
     let script = "trap 'echo bye; exit 9' TERM; echo hello; while :; do sleep 0.05; done";
-    let start = Start::sh("polite", script)
+    let start = StartBuilder::sh("polite", script)
         .with("timeoutMs", 300)
         .with("graceMs", 60_000);
     let seen = client.run(start).await;
@@ -67,7 +73,7 @@ async fn timeout_sends_sigterm_then_sigkill_to_the_tree(on: Transport) {
         let (id, mark) = (format!("stubborn {tty}"), marker());
         let script =
             "trap '' TERM HUP; setsid sh -c 'echo up; sleep 600' & echo up; wait; sleep 600";
-        let start = Start::sh(&id, script).marked(&mark).with("tty", tty);
+        let start = StartBuilder::sh(&id, script).marked(&mark).with("tty", tty);
         let seen = client
             .run(start.with("timeoutMs", 300).with("graceMs", 50))
             .await;
@@ -85,7 +91,7 @@ async fn timeout_sends_sigterm_then_sigkill_to_the_tree(on: Transport) {
     }
 
     let seen = client
-        .run(Start::sh("quick", "exit 3").with("timeoutMs", 60_000))
+        .run(StartBuilder::sh("quick", "exit 3").with("timeoutMs", 60_000))
         .await;
     assert_eq!(seen.exited.as_ref().unwrap()["timedOut"], false);
     assert_eq!(seen.exit_code(), 3);
@@ -95,7 +101,7 @@ async fn resource_limits_are_enforced(on: Transport) {
     let (_server, mut client) = served(on).await;
     let directory = tempfile::tempdir().unwrap();
     let limited = |id: &str, name: &str, value: u64, script: &str| {
-        Start::sh(id, script).with("limits", json!({name: value}))
+        StartBuilder::sh(id, script).with("limits", json!({name: value}))
     };
 
     let start = limited("files", "openFiles", 20, "ulimit -n; ulimit -Hn");
@@ -157,7 +163,7 @@ async fn control_groups_of_limits_are_removed(on: Transport) {
     // Removed when the tree ends; also if descendants are terminated after the log has closed.
     let scripts = [("whole", "true"), ("left", "sleep 600 > /dev/null 2>&1 &")];
     for (id, script) in scripts {
-        let start = Start::sh(id, script).with("limits", limits.clone());
+        let start = StartBuilder::sh(id, script).with("limits", limits.clone());
         if let Err(refused) = client.call("process/start", start.0).await {
             assert!(refused.message.contains("`processes`"), "{refused}");
             return;
@@ -200,15 +206,21 @@ async fn start_rejects_invalid_limits_by_name(on: Transport) {
         "openFiles",
         "fileBytes",
     ] {
-        let start = Start::sh("p", "true").with("limits", json!({name: 0}));
+        let start = StartBuilder::sh("p", "true").with("limits", json!({name: 0}));
         let refused = client.refused("process/start", start.0).await;
         assert_eq!(refused.code, -32602);
         assert!(refused.message.contains(&format!("`{name}`")), "{refused}");
-        let start = Start::sh("p", "true").with("limits", json!({name: "many"}));
+        let start = StartBuilder::sh("p", "true").with("limits", json!({name: "many"}));
         assert_eq!(client.refused("process/start", start.0).await.code, -32602);
     }
     // A rejected start leaves nothing behind: the id is free.
-    assert_eq!(client.run(Start::sh("p", "exit 5")).await.exit_code(), 5);
+    assert_eq!(
+        client
+            .run(StartBuilder::sh("p", "exit 5"))
+            .await
+            .exit_code(),
+        5
+    );
 }
 
 async fn start_rejects_bad_argv_and_cwd_with_the_cause(on: Transport) {
@@ -217,44 +229,52 @@ async fn start_rejects_bad_argv_and_cwd_with_the_cause(on: Transport) {
         let none: [&str; 0] = [];
         for (start, code, text) in [
             (
-                Start::new("p", &["/no/such/program"]),
+                StartBuilder::new("p", &["/no/such/program"]),
                 -32603,
                 "/no/such/program",
             ),
             (
-                Start::new("p", &["no-such-program"]),
+                StartBuilder::new("p", &["no-such-program"]),
                 -32603,
                 "No such file",
             ),
             (
-                Start::new("p", &["/etc/passwd"]),
+                StartBuilder::new("p", &["/etc/passwd"]),
                 -32603,
                 "ermission denied",
             ),
             (
-                Start::new("p", &["true"]).with("cwd", "file:///no/such/dir"),
+                StartBuilder::new("p", &["true"]).with("cwd", "file:///no/such/dir"),
                 -32603,
                 "/no/such/dir",
             ),
             (
-                Start::new("p", &["true"]).with("cwd", "file:///etc/passwd"),
+                StartBuilder::new("p", &["true"]).with("cwd", "file:///etc/passwd"),
                 -32603,
                 "/etc/passwd",
             ),
             (
-                Start::new("p", &["true"]).with("cwd", "http://x/"),
+                StartBuilder::new("p", &["true"]).with("cwd", "http://x/"),
                 -32602,
                 "",
             ),
-            (Start::new("p", &["true", "a\0b"]), -32603, "argv[1]"),
-            (Start::new("p", &["true"]).env("A", "b\0"), -32603, "`A`"),
+            (StartBuilder::new("p", &["true", "a\0b"]), -32603, "argv[1]"),
             (
-                Start::new("p", &["true"]).with("arg0", "\0"),
+                StartBuilder::new("p", &["true"]).env("A", "b\0"),
+                -32603,
+                "`A`",
+            ),
+            (
+                StartBuilder::new("p", &["true"]).with("arg0", "\0"),
                 -32603,
                 "arg0",
             ),
-            (Start::new("p", &none), -32602, "argv must not be empty"),
-            (Start::new("p", &[""]), -32603, "missing program"),
+            (
+                StartBuilder::new("p", &none),
+                -32602,
+                "argv must not be empty",
+            ),
+            (StartBuilder::new("p", &[""]), -32603, "missing program"),
         ] {
             let shown = start.0.to_string();
             let refused = client
@@ -263,16 +283,16 @@ async fn start_rejects_bad_argv_and_cwd_with_the_cause(on: Transport) {
             assert_eq!(refused.code, code, "{shown}: {refused}");
             assert!(refused.message.contains(text), "{shown}: {refused}");
         }
-        let mut start = Start::new("p", &["true"]).0;
+        let mut start = StartBuilder::new("p", &["true"]).0;
         start.as_object_mut().unwrap().remove("cwd");
         let refused = client.refused("process/start", start).await;
         assert_eq!(refused.code, -32602);
         assert!(refused.message.contains("missing field `cwd`"), "{refused}");
     }
     // None of the rejected starts used the id; an accepted one does, as long as it can be read.
-    client.run(Start::sh("p", "true")).await;
+    client.run(StartBuilder::sh("p", "true")).await;
     let refused = client
-        .refused("process/start", Start::sh("p", "true").0)
+        .refused("process/start", StartBuilder::sh("p", "true").0)
         .await;
     assert_eq!(refused.code, -32600);
     assert!(refused.message.contains("already exists"), "{refused}");
@@ -300,12 +320,12 @@ async fn start_rejects_misspelt_policy_fields(on: Transport) {
         "timeout",
         "envpolicy",
     ] {
-        let start = Start::sh("p", &touch).with(name, Value::Null);
+        let start = StartBuilder::sh("p", &touch).with(name, Value::Null);
         let refused = client.refused("process/start", start.0).await;
         assert_eq!(refused.code, -32602, "{name}: {refused}");
         assert!(refused.message.contains(&format!("`{name}`")), "{refused}");
     }
-    let unlimited = Start::sh("p", &touch).with("limits", json!({"memoryByte": 1}));
+    let unlimited = StartBuilder::sh("p", &touch).with("limits", json!({"memoryByte": 1}));
     let refused = client.refused("process/start", unlimited.0).await;
     assert!(refused.message.contains("`memoryByte`"), "{refused}");
     for name in ["sandbox", "sandBox", "networkProxy", "limits", "timeoutMs"] {
@@ -324,7 +344,7 @@ async fn start_rejects_misspelt_policy_fields(on: Transport) {
         assert_eq!(refused.code, -32602, "{name}: {refused}");
     }
     // Other unknown fields are ignored, for compatibility.
-    let start = Start::sh("p", "exit 3").with("sandboxPolicy", json!({}));
+    let start = StartBuilder::sh("p", "exit 3").with("sandboxPolicy", json!({}));
     assert_eq!(client.run(start.with("x", 1)).await.exit_code(), 3);
     assert!(!made.exists());
 }
@@ -334,7 +354,7 @@ async fn start_passes_one_megabyte_of_arguments(on: Transport) {
     let long = "x".repeat(100_000);
     let mut argv = vec!["/bin/sh", "-c", "echo $#; for a; do echo ${#a}; done", "sh"];
     argv.extend([long.as_str(); 10]);
-    let seen = client.run(Start::new("p", &argv)).await;
+    let seen = client.run(StartBuilder::new("p", &argv)).await;
     assert_eq!(
         seen.text("stdout"),
         format!("10\n{}", "100000\n".repeat(10))
@@ -342,7 +362,10 @@ async fn start_passes_one_megabyte_of_arguments(on: Transport) {
     // An argument list that the kernel rejects is an error.
     let longer = "x".repeat(3_000_000);
     let refused = client
-        .refused("process/start", Start::new("q", &["true", &longer]).0)
+        .refused(
+            "process/start",
+            StartBuilder::new("q", &["true", &longer]).0,
+        )
         .await;
     assert_eq!(refused.code, -32603);
 }
@@ -350,7 +373,7 @@ async fn start_passes_one_megabyte_of_arguments(on: Transport) {
 async fn arg0_changes_only_the_process_name(on: Transport) {
     let (_server, mut client) = served(on).await;
     for (tty, stream) in [(false, "stdout"), (true, "pty")] {
-        let start = Start::sh(
+        let start = StartBuilder::sh(
             &format!("p {tty}"),
             "tr '\\0' ' ' < /proc/$$/cmdline | cut -c 1-9",
         )
@@ -365,7 +388,8 @@ async fn command_is_a_direct_child_with_only_the_given_environment(on: Transport
     let (server, mut client) = served(on).await;
     let pid = server.server_pid().await;
     for (tty, stream) in [(false, "stdout"), (true, "pty")] {
-        let start = Start::sh(&format!("p {tty}"), "echo $PPID; env | sort").with("tty", tty);
+        let start =
+            StartBuilder::sh(&format!("p {tty}"), "echo $PPID; env | sort").with("tty", tty);
         let seen = client.run(start).await;
         let text = seen.text(stream);
         let mut lines = text.lines();

@@ -1,6 +1,6 @@
 //! Terminals: their size, their end, and that every byte passes unchanged.
 
-use exec_server_testkit::wire::{Start, Transport, chunk};
+use exec_server_testkit::wire::{StartBuilder, Transport, chunk};
 use serde_json::json;
 
 use crate::{over_all, served};
@@ -16,7 +16,7 @@ over_all! {
 async fn resize_reaches_the_foreground_job(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script = "trap 'stty size' WINCH; echo up; while :; do sleep 0.05; done";
-    client.start(Start::sh("p", script).tty()).await;
+    client.start(StartBuilder::sh("p", script).tty()).await;
     client.wrote("p", "pty", "up\r\n").await;
     for (rows, cols) in [(50, 120), (1, 1), (65_535, 65_535), (24, 80)] {
         let params = json!({"processId": "p", "rows": rows, "cols": cols});
@@ -29,9 +29,11 @@ async fn resize_reaches_the_foreground_job(on: Transport) {
 
 async fn resize_rejects_invalid_sizes_and_processes_without_terminal(on: Transport) {
     let (_server, mut client) = served(on).await;
-    client.start(Start::sh("tty", "sleep 600").tty()).await;
-    client.start(Start::sh("pipe", "sleep 600")).await;
-    client.run(Start::sh("ended", "true").tty()).await;
+    client
+        .start(StartBuilder::sh("tty", "sleep 600").tty())
+        .await;
+    client.start(StartBuilder::sh("pipe", "sleep 600")).await;
+    client.run(StartBuilder::sh("ended", "true").tty()).await;
     for (id, rows, cols, code) in [
         ("tty", 0, 80, -32602),
         ("tty", 24, 0, -32602),
@@ -55,7 +57,7 @@ async fn terminal_queries_and_answers_pass_unchanged(on: Transport) {
     // An answer that is not the client's would appear in what is read then.
     let script = r"stty raw -echo; printf '\033[6n\033[5n\033[c\033'
         dd bs=1 count=6 2>/dev/null; printf '\033'; read rest";
-    client.start(Start::sh("p", script).tty()).await;
+    client.start(StartBuilder::sh("p", script).tty()).await;
     let asked = "\x1b[6n\x1b[5n\x1b[c\x1b";
     let seen = client.until("p", "all queries came", |seen| {
         seen.text("pty").len() >= asked.len()
@@ -77,7 +79,7 @@ async fn terminal_output_passes_every_byte_unchanged(on: Transport) {
     let every: Vec<u8> = (0..=255).collect::<Vec<u8>>().repeat(400);
     std::fs::write(&file, &every).unwrap();
     let script = format!("stty raw; cat {}", file.display());
-    let seen = client.run(Start::sh("p", &script).tty()).await;
+    let seen = client.run(StartBuilder::sh("p", &script).tty()).await;
     assert!(seen.bytes("pty") == every, "{seen:?}");
 }
 
@@ -90,7 +92,7 @@ async fn exit_code_of_a_signal_is_the_same_on_terminal_and_pipes(on: Transport) 
             (1, "SIGHUP"),
             (10, "SIGUSR1"),
         ] {
-            let start = Start::sh(
+            let start = StartBuilder::sh(
                 &format!("{name} {tty}"),
                 &format!("kill -{number} $$; sleep 9"),
             );
@@ -99,7 +101,7 @@ async fn exit_code_of_a_signal_is_the_same_on_terminal_and_pipes(on: Transport) 
             assert_eq!(exited["exitCode"], 128 + number, "{seen:?}");
             assert_eq!(exited["signal"], name);
         }
-        let start = Start::sh(&format!("exit {tty}"), "exit 200").with("tty", tty);
+        let start = StartBuilder::sh(&format!("exit {tty}"), "exit 200").with("tty", tty);
         let seen = client.run(start).await;
         assert_eq!(seen.exit_code(), 200);
         assert_eq!(seen.exited.as_ref().unwrap()["signal"], json!(null));

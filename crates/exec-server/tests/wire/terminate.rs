@@ -1,7 +1,7 @@
 //! `process/terminate`: the whole tree ends, written output is kept, and no wait hangs.
 
 use exec_server_testkit::proc::{all_gone, bearers, eventually, marker};
-use exec_server_testkit::wire::{Client, Start, Transport};
+use exec_server_testkit::wire::{StartBuilder, Transport, WireClient};
 use serde_json::{Value, json};
 
 use crate::output::{count_to, pull_everything};
@@ -28,7 +28,11 @@ async fn forced_terminate_kills_and_reports_whether_it_was_running(on: Transport
     for (tty, stream, up) in [(false, "stdout", "up\nup\n"), (true, "pty", "up\r\nup\r\n")] {
         let (id, mark) = (format!("p {tty}"), marker());
         client
-            .start(Start::sh(&id, STUBBORN).marked(&mark).with("tty", tty))
+            .start(
+                StartBuilder::sh(&id, STUBBORN)
+                    .marked(&mark)
+                    .with("tty", tty),
+            )
             .await;
         client.wrote(&id, stream, up).await;
         let known = json!({"processId": id});
@@ -61,7 +65,7 @@ async fn graceful_terminate_sends_sigterm_before_sigkill(on: Transport) {
     // Both the leader and a child in another session handle SIGTERM and have time to clean up.
     let script = "setsid sh -c 'trap \"echo child cleaned; exit\" TERM; echo up; while :; do sleep 0.05; done' &
         trap 'echo cleaned; exit 4' TERM; echo up; while :; do sleep 0.05; done";
-    client.start(Start::sh("polite", script)).await;
+    client.start(StartBuilder::sh("polite", script)).await;
     client.wrote("polite", "stdout", "up\nup\n").await;
     let mode = json!({"type": "graceful", "timeoutMs": 60_000});
     let params = json!({"processId": "polite", "mode": mode, "wait": true});
@@ -80,7 +84,7 @@ async fn graceful_terminate_sends_sigterm_before_sigkill(on: Transport) {
 
     let mark = marker();
     client
-        .start(Start::sh("stubborn", STUBBORN).marked(&mark))
+        .start(StartBuilder::sh("stubborn", STUBBORN).marked(&mark))
         .await;
     client.wrote("stubborn", "stdout", "up\nup\n").await;
     let mode = json!({"type": "graceful", "timeoutMs": 50});
@@ -103,7 +107,9 @@ async fn terminate_with_wait_returns_after_the_whole_tree_has_ended(on: Transpor
         json!({"type": "graceful", "timeoutMs": 20}),
     ] {
         let (id, mark) = (format!("p {mode}"), marker());
-        client.start(Start::sh(&id, STUBBORN).marked(&mark)).await;
+        client
+            .start(StartBuilder::sh(&id, STUBBORN).marked(&mark))
+            .await;
         client.wrote(&id, "stdout", "up\nup\n").await;
         let params = json!({"processId": id, "mode": mode, "wait": true});
         let answer = client.ok("process/terminate", params).await;
@@ -137,7 +143,7 @@ async fn terminate_keeps_output_written_before_the_kill(on: Transport) {
         written.display()
     );
     client
-        .start(Start::sh("p", &script).with("delivery", "pull"))
+        .start(StartBuilder::sh("p", &script).with("delivery", "pull"))
         .await;
     while retained(&mut client).await < 512 * 1024 {}
     std::fs::write(&go, "").unwrap();
@@ -159,7 +165,7 @@ async fn terminate_keeps_output_written_before_the_kill(on: Transport) {
 }
 
 /// Bytes of output that the server retains for the only process.
-async fn retained(client: &mut Client) -> u64 {
+async fn retained(client: &mut WireClient) -> u64 {
     let listed = client.ok("process/list", json!({})).await;
     listed["processes"][0]["retainedBytes"].as_u64().unwrap()
 }
@@ -170,7 +176,7 @@ async fn closed_does_not_wait_for_a_grandchild_that_holds_the_output(on: Transpo
         let (id, mark) = (format!("p {tty}"), marker());
         let script = "trap '' HUP; setsid sleep 600 & echo started; exit 3";
         client
-            .start(Start::sh(&id, script).marked(&mark).with("tty", tty))
+            .start(StartBuilder::sh(&id, script).marked(&mark).with("tty", tty))
             .await;
         let seen = client.closed(&id).await;
         assert_eq!(seen.exit_code(), 3);
@@ -189,7 +195,7 @@ async fn closed_does_not_wait_for_a_grandchild_that_holds_the_output(on: Transpo
         assert_eq!(bearers(&mark), []);
     }
     // Without a grandchild the process is closed immediately, with `inheritedOutput` false.
-    let seen = client.run(Start::sh("alone", "echo x")).await;
+    let seen = client.run(StartBuilder::sh("alone", "echo x")).await;
     let closed = seen.closed.clone().unwrap();
     assert_eq!(closed["inheritedOutput"], false);
     assert_eq!(closed["discardedBytes"], 0);
@@ -204,7 +210,7 @@ async fn output_after_closed_is_discarded(on: Transport) {
         go.display(),
         done.display()
     );
-    let seen = client.run(Start::sh("p", &script)).await;
+    let seen = client.run(StartBuilder::sh("p", &script)).await;
     assert_eq!(seen.closed.as_ref().unwrap()["inheritedOutput"], true);
     let last = seen.last_seq;
     std::fs::write(&go, "").unwrap();
@@ -231,7 +237,7 @@ async fn output_after_closed_is_discarded(on: Transport) {
 async fn process_that_closes_its_output_keeps_running(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script = "echo last; exec >&- 2>&-; read line; exit 5";
-    client.start(Start::sh("p", script).piped()).await;
+    client.start(StartBuilder::sh("p", script).piped()).await;
     client.wrote("p", "stdout", "last\n").await;
     let params = json!({"processId": "p", "timeoutMs": 100});
     let waited = client.ok("process/wait", params).await;
@@ -278,7 +284,9 @@ async fn descendants_without_their_tag_are_ended(on: Transport) {
             ] {
                 let (id, mark) = (format!("{number} {tag} {mode}"), marker());
                 let script = script.replace("TAG", tag);
-                client.start(Start::sh(&id, &script).marked(&mark)).await;
+                client
+                    .start(StartBuilder::sh(&id, &script).marked(&mark))
+                    .await;
                 client.wrote(&id, "stdout", "up\n").await;
                 let params = json!({"processId": id, "mode": mode, "wait": true});
                 let answer = client.ok("process/terminate", params).await;
@@ -295,13 +303,17 @@ async fn descendants_without_their_tag_are_ended(on: Transport) {
 
 async fn orphans_without_any_evidence_are_reported_as_survivors(on: Transport) {
     let (_server, mut client) = served(on).await;
-    client.start(Start::new("other", &["sleep", "600"])).await;
+    client
+        .start(StartBuilder::new("other", &["sleep", "600"]))
+        .await;
     for tag in other_tags() {
         let mark = marker();
         let script = format!(
             "(setsid prlimit --rttime={tag} sh -c 'echo up; exec sleep 600' &) ; sleep 600"
         );
-        client.start(Start::sh(tag, &script).marked(&mark)).await;
+        client
+            .start(StartBuilder::sh(tag, &script).marked(&mark))
+            .await;
         client.wrote(tag, "stdout", "up\n").await;
         let params = json!({"processId": tag, "wait": true});
         let answer = client.ok("process/terminate", params).await;
@@ -317,7 +329,7 @@ async fn orphans_without_any_evidence_are_reported_as_survivors(on: Transport) {
         let mark = marker();
         let left = rustix::process::Pid::from_raw(left).unwrap();
         client
-            .start(Start::new(&mark, &["sleep", "600"]).marked(&mark))
+            .start(StartBuilder::new(&mark, &["sleep", "600"]).marked(&mark))
             .await;
         let params = json!({"processId": mark, "wait": true});
         let answer = client.ok("process/terminate", params).await;

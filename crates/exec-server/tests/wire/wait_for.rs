@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use exec_server_testkit::wire::{Client, Start, Transport, chunk};
+use exec_server_testkit::wire::{StartBuilder, Transport, WireClient, chunk};
 use serde_json::{Value, json};
 
 use crate::{over_all, served};
@@ -18,7 +18,7 @@ over_all! {
     wait_for_rejects_invalid_params,
 }
 
-async fn wait(client: &mut Client, id: &str, any: Value) -> Value {
+async fn wait(client: &mut WireClient, id: &str, any: Value) -> Value {
     let params = json!({"processId": id, "any": any, "timeoutMs": 60_000});
     let fired = client.ok("process/waitFor", params).await;
     assert_eq!(fired["waitTimedOut"], false, "{fired}");
@@ -28,7 +28,7 @@ async fn wait(client: &mut Client, id: &str, any: Value) -> Value {
 async fn wait_for_returns_at_exit_or_at_a_regex_match(on: Transport) {
     let (_server, mut client) = served(on).await;
     client
-        .start(Start::sh("p", "echo one; echo two >&2; read x; exit 5").piped())
+        .start(StartBuilder::sh("p", "echo one; echo two >&2; read x; exit 5").piped())
         .await;
     let any = json!([{"exit": true}, {"regex": "tw.", "stream": "stderr"}, {"regex": "two", "stream": "stdout"}]);
     let fired = wait(&mut client, "p", any).await;
@@ -78,7 +78,7 @@ async fn wait_for_matches_across_chunks_of_one_stream(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script =
         "printf 'liste'; echo noise >&2; read x; printf 'ning on 80'; read x; echo 80; read x";
-    client.start(Start::sh("p", script).piped()).await;
+    client.start(StartBuilder::sh("p", script).piped()).await;
     client.wrote("p", "stdout", "liste").await;
     let write = |number: &str| json!({"processId": "p", "chunk": chunk("\n"), "writeId": number});
     // `$` matches at the current end of all output.
@@ -99,7 +99,9 @@ async fn wait_for_matches_across_chunks_of_one_stream(on: Transport) {
 
 async fn wait_for_returns_after_quiet_time(on: Transport) {
     let (_server, mut client) = served(on).await;
-    client.start(Start::sh("p", "echo x; exec sleep 600")).await;
+    client
+        .start(StartBuilder::sh("p", "echo x; exec sleep 600"))
+        .await;
     let fired = wait(&mut client, "p", json!([{"regex": "y"}, {"quietMs": 100}])).await;
     assert_eq!(fired["fired"], 1, "{fired}");
     let fired = wait(&mut client, "p", json!([{"quietMs": 0}])).await;
@@ -112,7 +114,7 @@ async fn wait_for_finds_ports_of_descendants(on: Transport) {
                   print(s.getsockname()[1],flush=True); time.sleep(600)";
     // A descendant that has left its parent, its group and its session.
     let script = format!("setsid python3 -c \"{listen}\" & exec sleep 600");
-    client.start(Start::sh("p", &script)).await;
+    client.start(StartBuilder::sh("p", &script)).await;
     let any = json!([{"exit": true}, {"port": 0}]);
     let fired = wait(&mut client, "p", any).await;
     assert_eq!(fired["fired"], 1, "{fired}");
@@ -149,7 +151,7 @@ async fn wait_for_detects_a_process_that_reads_its_terminal(on: Transport) {
         ),
     ];
     for (id, script) in ways {
-        client.start(Start::sh(id, script).tty()).await;
+        client.start(StartBuilder::sh(id, script).tty()).await;
         let fired = wait(&mut client, id, json!([{"exit": true}, {"ttyRead": true}])).await;
         assert_eq!(fired["fired"], 1, "{id}: {fired}");
         assert!(fired["pid"].as_u64().unwrap() > 1);
@@ -170,7 +172,9 @@ async fn wait_for_detects_a_process_that_reads_its_terminal(on: Transport) {
         assert_eq!(fired["fired"], 1, "{id}: {fired}");
     }
     // Without a terminal `ttyRead` is never met.
-    client.start(Start::sh("pipe", "read x").piped()).await;
+    client
+        .start(StartBuilder::sh("pipe", "read x").piped())
+        .await;
     let fired = wait(
         &mut client,
         "pipe",
@@ -185,7 +189,7 @@ async fn wait_for_searches_output_beyond_the_retained_size(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script = "yes | head -c 60000000; printf 'nee'; yes | head -c 8000; echo dle; \
                   yes | head -c 40000000; sleep 600";
-    client.start(Start::sh("p", script)).await;
+    client.start(StartBuilder::sh("p", script)).await;
     let any = json!([{"regex": "nee(y\n)*dle"}]);
     let fired = wait(&mut client, "p", any).await;
     assert_eq!(fired["fired"], 0, "{fired}");
@@ -202,7 +206,10 @@ async fn wait_for_searches_output_beyond_the_retained_size(on: Transport) {
 async fn pending_waits_do_not_delay_other_requests(on: Transport) {
     let (_server, mut client) = served(on).await;
     client
-        .start(Start::sh("p", "yes x | head -c 30000000; exec sleep 600"))
+        .start(StartBuilder::sh(
+            "p",
+            "yes x | head -c 30000000; exec sleep 600",
+        ))
         .await;
     let mut waiting = Vec::new();
     for regex in ["never", "(x\n){1000}z", "^$"] {
@@ -213,7 +220,7 @@ async fn pending_waits_do_not_delay_other_requests(on: Transport) {
     for _ in 0..20 {
         client.ok("environment/status", json!({})).await;
     }
-    let seen = client.run(Start::sh("q", "echo hi")).await;
+    let seen = client.run(StartBuilder::sh("q", "echo hi")).await;
     assert_eq!(seen.text("stdout"), "hi\n");
     assert!(waiting.iter().all(|id| !client.has_answer(*id)));
     client
@@ -230,7 +237,7 @@ async fn pending_waits_do_not_delay_other_requests(on: Transport) {
 
 async fn wait_for_rejects_invalid_params(on: Transport) {
     let (_server, mut client) = served(on).await;
-    client.start(Start::sh("p", "exec sleep 600")).await;
+    client.start(StartBuilder::sh("p", "exec sleep 600")).await;
     for any in [
         json!([]),
         json!(vec![json!({"exit": true}); 17]),
@@ -273,7 +280,7 @@ async fn wait_for_ends_with_its_connection() {
         go.display(),
         done.display()
     );
-    client.start(Start::sh("p", &script)).await;
+    client.start(StartBuilder::sh("p", &script)).await;
     let session = client.session_id();
     let params = json!({"processId": "p", "any": [{"regex": "never"}]});
     client.send("process/waitFor", params).await;

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use exec_server_testkit::proc::{self, eventually};
-use exec_server_testkit::wire::{Client, Subject, Transport, fields};
+use exec_server_testkit::wire::{TestedServer, Transport, WireClient, fields};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::process::Command;
@@ -28,16 +28,16 @@ fn quick_dir() -> TempDir {
 
 /// The notifications of one watch, in order.
 #[derive(Debug, Default)]
-struct Notified {
+struct WatchNotifications {
     seq: u64,
     /// `kind path`, relative to the directory of the test.
     changes: Vec<String>,
     overflow: bool,
 }
 
-impl Notified {
+impl WatchNotifications {
     /// Reads the next notification, and checks what holds for each.
-    async fn step(&mut self, client: &mut Client, dir: &Path) {
+    async fn step(&mut self, client: &mut WireClient, dir: &Path) {
         let params = client.notice("fs/changed").await;
         assert_eq!(fields(&params), ["changes", "overflow", "seq", "watchId"]);
         self.seq += 1;
@@ -61,7 +61,7 @@ impl Notified {
     }
 
     /// Creates files until one is notified: after an overflow another may follow that covers them.
-    async fn expect_further_changes(&mut self, client: &mut Client, dir: &Path) {
+    async fn expect_further_changes(&mut self, client: &mut WireClient, dir: &Path) {
         for number in 0.. {
             (self.overflow, self.changes) = (false, Vec::new());
             fs::write(dir.join(format!("after{number}")), "").unwrap();
@@ -75,7 +75,7 @@ impl Notified {
         }
     }
 
-    async fn until(&mut self, client: &mut Client, dir: &Path, what: &str) {
+    async fn until(&mut self, client: &mut WireClient, dir: &Path, what: &str) {
         while !self.changes.iter().any(|change| change == what) {
             self.step(client, dir).await;
         }
@@ -95,7 +95,7 @@ async fn watch_notifies_changes_until_unwatch(on: Transport) {
     });
     let watching = client.ok("fs/watch", params).await;
     assert_eq!(watching, json!({"path": uri(&at("real"))}));
-    let mut notified = Notified::default();
+    let mut notified = WatchNotifications::default();
     let root = at("real");
     fs::write(root.join("sub/no.log"), "").unwrap();
     fs::write(root.join("sub/a b"), "").unwrap();
@@ -132,7 +132,7 @@ async fn watch_notifies_changes_until_unwatch(on: Transport) {
     });
     client.ok("fs/watch", params).await;
     fs::create_dir(root.join("d")).unwrap();
-    let mut notified = Notified::default();
+    let mut notified = WatchNotifications::default();
     notified.until(&mut client, &root, "created d").await;
     fs::write(root.join("d/unseen"), "").unwrap();
     fs::write(root.join("x.tmp"), "").unwrap();
@@ -286,7 +286,7 @@ async fn burst_of_changes_is_notified_completely_or_as_overflow() {
         fs::write(dir.path().join(number.to_string()), "").unwrap();
     }
     fs::write(dir.path().join("last"), "").unwrap();
-    let mut notified = Notified::default();
+    let mut notified = WatchNotifications::default();
     while !notified.overflow
         && !notified
             .changes
@@ -326,7 +326,7 @@ async fn watch_of_a_slow_reader_uses_bounded_memory_and_reports_overflow() {
         fs::rename(&one, &two).unwrap();
         fs::rename(&two, &one).unwrap();
     }
-    let mut notified = Notified::default();
+    let mut notified = WatchNotifications::default();
     while !notified.overflow {
         notified.step(&mut client, dir.path()).await;
     }
@@ -355,7 +355,7 @@ async fn watch_of_20000_directories_uses_bounded_memory() {
     let grown = proc::peak_memory(pid).saturating_sub(before);
     assert!(grown < 64 << 20, "grew by {grown} bytes");
     fs::write(dir.path().join("directory-199/another-99/x"), "").unwrap();
-    let mut notified = Notified::default();
+    let mut notified = WatchNotifications::default();
     notified
         .until(
             &mut client,
@@ -375,7 +375,7 @@ async fn watch_error_names_the_inotify_limit_that_is_too_small() {
         .args(["--user", "--map-root-user", "sh", "-c"])
         .arg("echo 30 >/proc/sys/user/max_inotify_watches && exec \"$0\" \"$@\"")
         .arg(env!("CARGO_BIN_EXE_exec-server"));
-    let mut server = Subject::start(Transport::Websocket, command).await;
+    let mut server = TestedServer::start(Transport::Websocket, command).await;
     let mut client = server.session().await;
     let dir = tempfile::tempdir().unwrap();
     for number in 0..40 {
@@ -397,7 +397,7 @@ async fn watch_error_names_the_inotify_limit_that_is_too_small() {
     for number in 0..40 {
         fs::create_dir(dir.path().join(format!("later{number}"))).unwrap();
     }
-    let mut notified = Notified::default();
+    let mut notified = WatchNotifications::default();
     while !notified.overflow {
         notified.step(&mut client, dir.path()).await;
     }

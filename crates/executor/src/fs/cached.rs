@@ -15,7 +15,7 @@ use exec_server_sync::RwLock;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, Statx, StatxFlags};
 use rustix::io::{Errno, ReadWriteFlags};
 
-use super::{FsError, Links, Metadata, at};
+use super::{FsError, PathMetadata, SymlinkPolicy, at};
 
 /// Local filesystems that cache what is in use: bcachefs, btrfs, erofs, ext2 to 4, f2fs, overlayfs,
 /// ramfs, squashfs, tmpfs, xfs, zfs.
@@ -66,10 +66,10 @@ fn is_known(found: &Statx) -> bool {
         .contains(&(found.stx_dev_major, found.stx_dev_minor))
 }
 
-fn resolve(links: Links) -> ResolveFlags {
+fn resolve(links: SymlinkPolicy) -> ResolveFlags {
     match links {
-        Links::Follow => ResolveFlags::CACHED,
-        Links::Refuse => ResolveFlags::CACHED | ResolveFlags::NO_SYMLINKS,
+        SymlinkPolicy::Follow => ResolveFlags::CACHED,
+        SymlinkPolicy::Refuse => ResolveFlags::CACHED | ResolveFlags::NO_SYMLINKS,
     }
 }
 
@@ -81,7 +81,10 @@ fn stat_at_once(fd: impl std::os::fd::AsFd) -> Option<Statx> {
 }
 
 /// Same as [`metadata`](fn@super::metadata), if the answer is cached.
-pub(crate) fn metadata_at_once(path: &Path, links: Links) -> Option<Result<Metadata, FsError>> {
+pub(crate) fn metadata_at_once(
+    path: &Path,
+    links: SymlinkPolicy,
+) -> Option<Result<PathMetadata, FsError>> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let fd = match rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve(links)) {
         Ok(fd) => fd,
@@ -99,7 +102,7 @@ pub(crate) fn metadata_at_once(path: &Path, links: Links) -> Option<Result<Metad
             .saturating_add(i64::from(time.tv_nsec / 1_000_000))
     };
     let born = StatxFlags::from_bits_retain(found.stx_mask).contains(StatxFlags::BTIME);
-    Some(Ok(Metadata {
+    Some(Ok(PathMetadata {
         is_directory: kind == FileType::Directory,
         is_file: kind == FileType::RegularFile,
         is_symlink: false,
@@ -115,7 +118,7 @@ pub(crate) fn metadata_at_once(path: &Path, links: Links) -> Option<Result<Metad
 }
 
 /// The content of a regular file of at most `max` bytes, if all of it is cached.
-pub(crate) fn read_at_once(path: &Path, links: Links, max: usize) -> Option<Vec<u8>> {
+pub(crate) fn read_at_once(path: &Path, links: SymlinkPolicy, max: usize) -> Option<Vec<u8>> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let fd = rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve(links)).ok()?;
     let found = stat_at_once(&fd)?;
@@ -158,13 +161,13 @@ mod tests {
         learn(&dir);
         let local = LOCAL.contains(&(rustix::fs::statfs(&dir).unwrap().f_type as u64));
         let cached = |path: &Path, links| soon(|| metadata_at_once(path, links));
-        if local && cached(&file, Links::Follow).is_some() {
+        if local && cached(&file, SymlinkPolicy::Follow).is_some() {
             // Following a link may update its access time on disk, and so may have to wait.
             for (path, links, surely) in [
-                (&dir, Links::Follow, true),
-                (&file, Links::Follow, true),
-                (&file, Links::Refuse, true),
-                (&dir.join("via/f"), Links::Follow, false),
+                (&dir, SymlinkPolicy::Follow, true),
+                (&file, SymlinkPolicy::Follow, true),
+                (&file, SymlinkPolicy::Refuse, true),
+                (&dir.join("via/f"), SymlinkPolicy::Follow, false),
             ] {
                 match cached(path, links) {
                     Some(at_once) => {
@@ -173,7 +176,7 @@ mod tests {
                     None => assert!(!surely, "{path:?}"),
                 }
             }
-            let read = |path: &Path, max| soon(|| read_at_once(path, Links::Follow, max));
+            let read = |path: &Path, max| soon(|| read_at_once(path, SymlinkPolicy::Follow, max));
             assert_eq!(read(&file, 5).unwrap(), b"hello");
             assert!(read(&dir.join("link"), 5).is_none_or(|data| data == b"hello"));
         }
@@ -184,14 +187,14 @@ mod tests {
             "/dev/null".into(),
         ] {
             assert!(
-                !matches!(cached(&path, Links::Refuse), Some(Ok(_))),
+                !matches!(cached(&path, SymlinkPolicy::Refuse), Some(Ok(_))),
                 "{path:?}"
             );
         }
-        assert!(soon(|| read_at_once(&file, Links::Follow, 4)).is_none());
-        assert!(soon(|| read_at_once(&dir, Links::Follow, 1 << 20)).is_none());
-        assert!(cached(&dir.join("via/f"), Links::Refuse).is_none());
-        let missing = cached(&dir.join("missing"), Links::Follow);
+        assert!(soon(|| read_at_once(&file, SymlinkPolicy::Follow, 4)).is_none());
+        assert!(soon(|| read_at_once(&dir, SymlinkPolicy::Follow, 1 << 20)).is_none());
+        assert!(cached(&dir.join("via/f"), SymlinkPolicy::Refuse).is_none());
+        let missing = cached(&dir.join("missing"), SymlinkPolicy::Follow);
         assert!(!matches!(missing, Some(Ok(_))));
     }
 }

@@ -14,12 +14,15 @@ use exec_server_protocol::fs::{
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::text::hex;
 
-use super::page::Page;
-use super::{Attributes, Cancelled, Directory, FsError, LinkAt, Links, Walked, at, search, uri_of};
+use super::page::ListingPage;
+use super::{
+    CancelCheck, Directory, FsError, LinkPosition, NewAttributes, SymlinkPolicy, Walked, at,
+    search, uri_of,
+};
 
 /// Result of a file request. Large data is not encoded yet; the caller encodes it.
 #[derive(Debug)]
-pub enum Answer {
+pub enum FileOutcome {
     /// The file to be read, already open.
     File {
         /// Its path.
@@ -42,7 +45,7 @@ pub enum Answer {
     Response(FsResponse),
 }
 
-impl Answer {
+impl FileOutcome {
     /// Converts to the complete response. Reads a file that is still to be read, so it may block.
     ///
     /// # Errors
@@ -85,10 +88,10 @@ pub(crate) fn check(request: &FsRequest) -> Result<(), FsError> {
         FsRequest::SetMetadata(params) => check_mode(params.mode),
         FsRequest::Search(params) => search::check(params),
         FsRequest::ReadDirectory(params) => {
-            Page::of(params.limit, params.after.as_deref()).map(drop)
+            ListingPage::of(params.limit, params.after.as_deref()).map(drop)
         }
         FsRequest::Walk(params) => {
-            let page = Page::of(params.limit, params.after.as_deref())?;
+            let page = ListingPage::of(params.limit, params.after.as_deref())?;
             if page.is_some() && params.options.follow_directory_symlinks {
                 // Only the first request of a paged listing knows which link targets it has listed.
                 return Err(FsError::Params(
@@ -123,20 +126,27 @@ pub(crate) fn native(path: &PathUri) -> Result<PathBuf, FsError> {
 }
 
 /// Link handling for a path with this option.
-pub(crate) fn links(follow: bool) -> Links {
-    if follow { Links::Follow } else { Links::Refuse }
+pub(crate) fn links(follow: bool) -> SymlinkPolicy {
+    if follow {
+        SymlinkPolicy::Follow
+    } else {
+        SymlinkPolicy::Refuse
+    }
 }
 
 /// Performs a request in this process. May block.
-pub(crate) fn perform(request: FsRequest, cancelled: Cancelled<'_>) -> Result<Answer, FsError> {
+pub(crate) fn perform(
+    request: FsRequest,
+    cancelled: CancelCheck<'_>,
+) -> Result<FileOutcome, FsError> {
     let response = match request {
         FsRequest::ReadFile(params) => {
             let path = native(&params.path)?;
             let file = super::open_file(&path, links(params.follow_symlinks))?;
-            return Ok(Answer::File { path, file });
+            return Ok(FileOutcome::File { path, file });
         }
         FsRequest::WriteFile(params) => {
-            let attributes = Attributes {
+            let attributes = NewAttributes {
                 mode: params.mode,
                 modified_at_ms: params.modified_at_ms,
             };
@@ -163,17 +173,17 @@ pub(crate) fn perform(request: FsRequest, cancelled: Cancelled<'_>) -> Result<An
         }
         FsRequest::ReadDirectory(params) => {
             let directory = native(&params.path)?;
-            let found = match Page::of(params.limit, params.after.as_deref())? {
+            let found = match ListingPage::of(params.limit, params.after.as_deref())? {
                 Some(page) => super::read_page(&directory, params.links, &page, cancelled)?,
                 None => super::read_directory(&directory, params.links, cancelled)?,
             };
             let path = params.path;
-            return Ok(Answer::Directory { path, found });
+            return Ok(FileOutcome::Directory { path, found });
         }
         FsRequest::Walk(params) => {
             let root = native(&params.path)?;
-            return Ok(Answer::Walked(
-                match Page::of(params.limit, params.after.as_deref())? {
+            return Ok(FileOutcome::Walked(
+                match ListingPage::of(params.limit, params.after.as_deref())? {
                     Some(page) => super::walk_page(&root, params.options, &page, cancelled)?,
                     None => super::walk(&root, params.options, cancelled)?,
                 },
@@ -196,7 +206,7 @@ pub(crate) fn perform(request: FsRequest, cancelled: Cancelled<'_>) -> Result<An
             done::<wire::Rename>()
         }
         FsRequest::SetMetadata(params) => {
-            let attributes = Attributes {
+            let attributes = NewAttributes {
                 mode: params.mode,
                 modified_at_ms: params.modified_at_ms,
             };
@@ -219,7 +229,7 @@ pub(crate) fn perform(request: FsRequest, cancelled: Cancelled<'_>) -> Result<An
             FsResponse::Search(search::search(&root, &params, cancelled)?)
         }
     };
-    Ok(Answer::Response(response))
+    Ok(FileOutcome::Response(response))
 }
 
 fn done<M: FsMethod<Result = Empty>>() -> FsResponse {
@@ -232,10 +242,10 @@ fn of_entry(error: FsError) -> FsError {
     match error {
         FsError::Symlink {
             path,
-            at: LinkAt::Leaf,
+            at: LinkPosition::Leaf,
         } => FsError::Symlink {
             path,
-            at: LinkAt::Entry,
+            at: LinkPosition::Entry,
         },
         other => other,
     }

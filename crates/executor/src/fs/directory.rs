@@ -15,15 +15,15 @@ use rustix::path::Arg;
 use serde::{Deserialize, Serialize};
 
 use super::open::{file_type, is_link, link, open, parent};
-use super::page::{Page, cursor};
-use super::{Cancelled, FsError, LinkAt, Links, at};
+use super::page::{ListingPage, cursor};
+use super::{CancelCheck, FsError, LinkPosition, SymlinkPolicy, at};
 
 /// Maximum number of names in one response.
 pub const MAX_DIRECTORY_ENTRIES: usize = 50_000;
 
 /// Type of a directory entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Kind {
+pub enum EntryType {
     /// A directory.
     Directory,
     /// A regular file.
@@ -34,7 +34,7 @@ pub enum Kind {
     Other,
 }
 
-impl From<FileType> for Kind {
+impl From<FileType> for EntryType {
     fn from(found: FileType) -> Self {
         match found {
             FileType::Directory => Self::Directory,
@@ -47,22 +47,25 @@ impl From<FileType> for Kind {
 
 /// Names and types of directory entries; all names lie in one buffer.
 #[derive(Debug, Default, Serialize, Deserialize)]
-pub struct Listing {
+pub struct DirectoryListing {
     #[serde(with = "super::wire::bytes")]
     names: Vec<u8>,
-    entries: Vec<Entry>,
+    entries: Vec<ListedName>,
 }
 
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-struct Entry {
+struct ListedName {
     start: usize,
     len: usize,
-    kind: Kind,
+    kind: EntryType,
 }
 
-impl Listing {
+impl DirectoryListing {
     /// Reads a whole directory; links are not followed.
-    pub(super) fn read(directory: impl AsFd, cancelled: Cancelled<'_>) -> Result<Self, ReadError> {
+    pub(super) fn read(
+        directory: impl AsFd,
+        cancelled: CancelCheck<'_>,
+    ) -> Result<Self, ReadError> {
         let mut listing = Self::default();
         each_name(directory, cancelled, |_, name, kind| {
             listing.push(name.to_bytes(), kind);
@@ -70,10 +73,10 @@ impl Listing {
         Ok(listing)
     }
 
-    pub(super) fn push(&mut self, name: &[u8], kind: Kind) {
+    pub(super) fn push(&mut self, name: &[u8], kind: EntryType) {
         let start = self.names.len();
         self.names.extend_from_slice(name);
-        self.entries.push(Entry {
+        self.entries.push(ListedName {
             start,
             len: name.len(),
             kind,
@@ -88,12 +91,12 @@ impl Listing {
         })
     }
 
-    fn name(&self, entry: Entry) -> &[u8] {
+    fn name(&self, entry: ListedName) -> &[u8] {
         &self.names[entry.start..entry.start + entry.len]
     }
 
     /// The names and their types.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&OsStr, Kind)> {
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&OsStr, EntryType)> {
         let names = &self.names;
         self.entries.iter().map(move |entry| {
             let name = &names[entry.start..entry.start + entry.len];
@@ -102,7 +105,7 @@ impl Listing {
     }
 
     /// The name at an index, and its type.
-    pub(super) fn get(&self, position: usize) -> Option<(&OsStr, Kind)> {
+    pub(super) fn get(&self, position: usize) -> Option<(&OsStr, EntryType)> {
         let entry = *self.entries.get(position)?;
         Some((OsStr::from_bytes(self.name(entry)), entry.kind))
     }
@@ -138,7 +141,7 @@ impl Listing {
         }
     }
 
-    fn order(&self, one: Entry, other: Entry) -> Ordering {
+    fn order(&self, one: ListedName, other: ListedName) -> Ordering {
         order(self.name(one), self.name(other))
     }
 }
@@ -173,8 +176,8 @@ impl ReadError {
 /// Calls `found` with every name in a directory except `.` and `..`.
 pub(super) fn each_name(
     directory: impl AsFd,
-    cancelled: Cancelled<'_>,
-    mut found: impl FnMut(BorrowedFd<'_>, &CStr, Kind),
+    cancelled: CancelCheck<'_>,
+    mut found: impl FnMut(BorrowedFd<'_>, &CStr, EntryType),
 ) -> Result<(), ReadError> {
     /// 32 KiB: about a thousand names for each system call.
     const BUFFER_BYTES: usize = 32 * 1024;
@@ -215,13 +218,13 @@ pub(super) fn each_name(
 /// Opens a directory to read its names.
 pub(super) fn open_directory(path: &Path) -> Result<OwnedFd, FsError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY;
-    Ok(open(path, flags, Mode::empty(), Links::Follow)?.into())
+    Ok(open(path, flags, Mode::empty(), SymlinkPolicy::Follow)?.into())
 }
 
 /// The entries of a directory.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Directory {
-    names: Listing,
+    names: DirectoryListing,
     /// Link targets with the index of their name, in index order.
     targets: Vec<(usize, Vec<u8>)>,
     /// The cursor of the next page, if there is one.
@@ -229,7 +232,7 @@ pub struct Directory {
 }
 
 impl Directory {
-    fn push(&mut self, name: &[u8], kind: Kind, says: Option<Vec<u8>>) {
+    fn push(&mut self, name: &[u8], kind: EntryType, says: Option<Vec<u8>>) {
         if let Some(says) = says {
             self.targets.push((self.names.len(), says));
         }
@@ -252,7 +255,7 @@ impl Directory {
     }
 
     /// The names, their types, and the target of each link if targets were requested.
-    pub fn entries(&self) -> impl Iterator<Item = (&OsStr, Kind, Option<&OsStr>)> {
+    pub fn entries(&self) -> impl Iterator<Item = (&OsStr, EntryType, Option<&OsStr>)> {
         let mut targets = self.targets.iter().peekable();
         let entries = self.names.iter().enumerate();
         entries.map(move |(position, (name, kind))| {
@@ -265,8 +268,8 @@ impl Directory {
     pub(super) fn into_result(self, directory: &PathUri) -> ReadDirectoryResult {
         let entries = self.entries().map(|(name, kind, says)| DirectoryEntry {
             file_name: name.to_string_lossy().into_owned(),
-            is_directory: kind == Kind::Directory,
-            is_file: kind == Kind::File,
+            is_directory: kind == EntryType::Directory,
+            is_file: kind == EntryType::File,
             path: name.to_str().is_none().then(|| directory.child(name)),
             symlink_target: says.map(|says| says.to_string_lossy().into_owned()),
         });
@@ -289,14 +292,14 @@ impl Directory {
 pub fn read_directory(
     path: &Path,
     with_links: bool,
-    cancelled: Cancelled<'_>,
+    cancelled: CancelCheck<'_>,
 ) -> Result<Directory, FsError> {
     let directory = open_directory(path)?;
     let mut found = Directory::default();
     let mut count = 0;
     each_name(&directory, cancelled, |directory, name, kind| {
         let (kind, says) = match kind {
-            Kind::Symlink => match through(directory, name, with_links) {
+            EntryType::Symlink => match through(directory, name, with_links) {
                 Some(led) => led,
                 None => return,
             },
@@ -315,7 +318,7 @@ pub fn read_directory(
 }
 
 /// A page of the names in a directory: the first names after the cursor in the order of
-/// [`Listing::sort`], unsorted within the page. Links are listed as in [`read_directory`], so the
+/// [`DirectoryListing::sort`], unsorted within the page. Links are listed as in [`read_directory`], so the
 /// page may have fewer names than its limit, or none.
 ///
 /// # Errors
@@ -324,11 +327,11 @@ pub fn read_directory(
 pub(super) fn read_page(
     path: &Path,
     with_links: bool,
-    page: &Page,
-    cancelled: Cancelled<'_>,
+    page: &ListingPage,
+    cancelled: CancelCheck<'_>,
 ) -> Result<Directory, FsError> {
     let directory = open_directory(path)?;
-    let mut names = Listing::default();
+    let mut names = DirectoryListing::default();
     let is_later = |name: &[u8], _| page.is_after(name);
     // One name more than the limit shows whether there is another page.
     read_first(&directory, page.limit + 1, cancelled, is_later, &mut names)
@@ -339,12 +342,12 @@ pub(super) fn read_page(
         let names = names.iter().map(|(name, _)| name.as_bytes());
         found.next = names.max_by(|one, other| order(one, other)).map(cursor);
     }
-    if names.iter().all(|(_, kind)| kind != Kind::Symlink) {
+    if names.iter().all(|(_, kind)| kind != EntryType::Symlink) {
         return Ok(Directory { names, ..found });
     }
     for (name, kind) in names.iter() {
         let led = match kind {
-            Kind::Symlink => through(directory.as_fd(), name, with_links),
+            EntryType::Symlink => through(directory.as_fd(), name, with_links),
             other => Some((other, None)),
         };
         if let Some((kind, says)) = led {
@@ -354,14 +357,14 @@ pub(super) fn read_page(
     Ok(found)
 }
 
-/// Adds the first wanted names in a directory, at most `count` in the order of [`Listing::sort`],
+/// Adds the first wanted names in a directory, at most `count` in the order of [`DirectoryListing::sort`],
 /// to `names`. Keeps the names read so far when it fails.
 pub(super) fn read_first(
     directory: impl AsFd,
     count: usize,
-    cancelled: Cancelled<'_>,
-    is_wanted: impl Fn(&[u8], Kind) -> bool,
-    names: &mut Listing,
+    cancelled: CancelCheck<'_>,
+    is_wanted: impl Fn(&[u8], EntryType) -> bool,
+    names: &mut DirectoryListing,
 ) -> Result<(), ReadError> {
     let read = each_name(directory, cancelled, |_, name, kind| {
         let name = name.to_bytes();
@@ -383,7 +386,7 @@ fn through(
     directory: BorrowedFd<'_>,
     name: impl Arg + Copy,
     with_links: bool,
-) -> Option<(Kind, Option<Vec<u8>>)> {
+) -> Option<(EntryType, Option<Vec<u8>>)> {
     // A link that was removed meanwhile is left out.
     let says = match with_links {
         true => Some(
@@ -395,7 +398,7 @@ fn through(
     };
     let kind = match rustix::fs::statat(directory, name, AtFlags::empty()) {
         Ok(stat) => file_type(&stat).into(),
-        Err(_) if with_links => Kind::Other,
+        Err(_) if with_links => EntryType::Other,
         Err(_) => return None,
     };
     Some((kind, says))
@@ -415,15 +418,17 @@ pub fn canonicalize(path: &Path) -> Result<PathBuf, FsError> {
 /// # Errors
 ///
 /// [`FsError::Symlink`] when links are refused and the path contains one, or an IO error.
-pub fn create_directory(path: &Path, recursive: bool, links: Links) -> Result<(), FsError> {
+pub fn create_directory(path: &Path, recursive: bool, links: SymlinkPolicy) -> Result<(), FsError> {
     match (links, recursive) {
-        (Links::Follow, true) => fs::create_dir_all(path).map_err(at(path)),
-        (Links::Follow, false) => fs::create_dir(path).map_err(at(path)),
-        (Links::Refuse, true) => create_stepwise(path),
-        (Links::Refuse, false) => {
+        (SymlinkPolicy::Follow, true) => fs::create_dir_all(path).map_err(at(path)),
+        (SymlinkPolicy::Follow, false) => fs::create_dir(path).map_err(at(path)),
+        (SymlinkPolicy::Refuse, true) => create_stepwise(path),
+        (SymlinkPolicy::Refuse, false) => {
             let (directory, name) = parent(path, links)?;
             match rustix::fs::mkdirat(&directory, name, NEW_MODE) {
-                Err(Errno::EXIST) if is_link(&directory, name) => Err(link(path, LinkAt::Leaf)),
+                Err(Errno::EXIST) if is_link(&directory, name) => {
+                    Err(link(path, LinkPosition::Leaf))
+                }
                 made => made.map_err(at(path)),
             }
         }
@@ -456,7 +461,14 @@ fn create_stepwise(path: &Path) -> Result<(), FsError> {
         directory = match opened {
             Ok(fd) => fd,
             Err(Errno::NOTDIR | Errno::LOOP) if is_link(&directory, name) => {
-                return Err(link(path, if last { LinkAt::Leaf } else { LinkAt::Parent }));
+                return Err(link(
+                    path,
+                    if last {
+                        LinkPosition::Leaf
+                    } else {
+                        LinkPosition::Parent
+                    },
+                ));
             }
             // The same error as for a path that may lead through links.
             Err(Errno::NOTDIR) if last => return Err(at(path)(Errno::EXIST)),
@@ -474,7 +486,7 @@ mod tests {
 
     #[test]
     fn names_sort_by_text() {
-        let mut listing = Listing::default();
+        let mut listing = DirectoryListing::default();
         // As text, U+E000 sorts below U+FFFD and U+10000 above it.
         let names: [&[u8]; 6] = [
             b"b",
@@ -485,7 +497,7 @@ mod tests {
             b"B",
         ];
         for name in names {
-            listing.push(name, Kind::File);
+            listing.push(name, EntryType::File);
         }
         listing.keep_first(6);
         listing.sort();
@@ -513,7 +525,7 @@ mod tests {
         fs::create_dir(dir.join("real")).unwrap();
         fs::write(dir.join("file"), "").unwrap();
         symlink("real", dir.join("via")).unwrap();
-        for links in [Links::Follow, Links::Refuse] {
+        for links in [SymlinkPolicy::Follow, SymlinkPolicy::Refuse] {
             create_directory(&dir.join("a/b/c"), true, links).unwrap();
             assert!(dir.join("a/b/c").is_dir());
             fs::remove_dir_all(dir.join("a")).unwrap();
@@ -526,12 +538,12 @@ mod tests {
             assert!(create_directory(&dir.join("file/x"), true, links).is_err());
         }
         for (path, recursive, place) in [
-            ("via/x", true, LinkAt::Parent),
-            ("via/x", false, LinkAt::Parent),
-            ("via", true, LinkAt::Leaf),
-            ("via", false, LinkAt::Leaf),
+            ("via/x", true, LinkPosition::Parent),
+            ("via/x", false, LinkPosition::Parent),
+            ("via", true, LinkPosition::Leaf),
+            ("via", false, LinkPosition::Leaf),
         ] {
-            match create_directory(&dir.join(path), recursive, Links::Refuse) {
+            match create_directory(&dir.join(path), recursive, SymlinkPolicy::Refuse) {
                 Err(FsError::Symlink { at, .. }) => assert_eq!(at, place, "{path}"),
                 other => panic!("{path}: {other:?}"),
             }
@@ -554,10 +566,10 @@ mod tests {
             .map(|(name, kind)| (name.to_str().unwrap(), kind))
             .collect();
         let expected = [
-            ("d", Kind::Directory),
-            ("f", Kind::File),
-            ("ld", Kind::Directory),
-            ("lf", Kind::File),
+            ("d", EntryType::Directory),
+            ("f", EntryType::File),
+            ("ld", EntryType::Directory),
+            ("lf", EntryType::File),
         ];
         assert_eq!(found, expected);
     }
@@ -585,7 +597,7 @@ mod tests {
             (30, true),
             (50_000, false),
         ] {
-            let mut page = Page {
+            let mut page = ListingPage {
                 limit,
                 after: Vec::new(),
             };
@@ -603,7 +615,9 @@ mod tests {
                     seen.push(name);
                 }
                 match found.next {
-                    Some(next) => page = Page::of(Some(limit), Some(&next)).unwrap().unwrap(),
+                    Some(next) => {
+                        page = ListingPage::of(Some(limit), Some(&next)).unwrap().unwrap()
+                    }
                     None => break,
                 }
             }

@@ -15,16 +15,16 @@ use sha2::{Digest as _, Sha256};
 
 use super::metadata::modified;
 use super::open::open;
-use super::replace::{Letter, Replacement, Target, target};
-use super::{Attributes, Cancelled, FsError, Links, at, go_on};
-use crate::sandbox::files::Confined;
+use super::replace::{Replacement, ReplacementDescription, WriteTarget, target};
+use super::{CancelCheck, FsError, NewAttributes, SymlinkPolicy, at, go_on};
+use crate::sandbox::files::ConfinedFiles;
 
 /// Opens a regular file for reading.
 ///
 /// # Errors
 ///
 /// [`FsError::NotAFile`] for anything but a regular file, or an IO error.
-pub fn open_file(path: &Path, links: Links) -> Result<File, FsError> {
+pub fn open_file(path: &Path, links: SymlinkPolicy) -> Result<File, FsError> {
     let file = open(path, OFlags::RDONLY, Mode::empty(), links)?;
     regular(file, path)
 }
@@ -43,7 +43,7 @@ fn regular_size(file: &File, path: &Path) -> Result<u64, FsError> {
 }
 
 /// Same as [`open_file`], and returns the size of a file that may be read whole.
-pub(crate) fn open_sized(path: &Path, links: Links) -> Result<(File, u64), FsError> {
+pub(crate) fn open_sized(path: &Path, links: SymlinkPolicy) -> Result<(File, u64), FsError> {
     let file = open(path, OFlags::RDONLY, Mode::empty(), links)?;
     let size = regular_size(&file, path)?;
     readable(size)?;
@@ -100,10 +100,10 @@ pub fn read_at(file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize>
 pub fn write_file(
     path: &Path,
     data: &[u8],
-    links: Links,
-    attributes: Attributes,
+    links: SymlinkPolicy,
+    attributes: NewAttributes,
 ) -> Result<(), FsError> {
-    let Target::File {
+    let WriteTarget::File {
         directory,
         name,
         existing,
@@ -142,8 +142,8 @@ fn cannot_replace(error: &io::Error) -> bool {
 fn write_in_place(
     path: &Path,
     data: &[u8],
-    links: Links,
-    attributes: Attributes,
+    links: SymlinkPolicy,
+    attributes: NewAttributes,
     flags: OFlags,
 ) -> Result<(), FsError> {
     let file = open(path, OFlags::WRONLY | flags, Mode::empty(), links)?;
@@ -162,25 +162,25 @@ fn write_in_place(
 /// An atomic write that is dropped without a commit leaves no file behind.
 #[derive(Debug)]
 pub struct OpenFile {
-    access: Access,
+    access: OpenAccess,
     path: PathBuf,
     /// A write failed.
     incomplete: bool,
 }
 
 #[derive(Debug)]
-enum Access {
+enum OpenAccess {
     Direct(File),
     Aside(Replacement),
     /// Written to a temporary file and renamed by a confined helper, under its policy.
-    Confined(Replacement, Confined),
+    Confined(Replacement, ConfinedFiles),
 }
 
 /// An open file that a confined helper transfers to this process.
 #[derive(Debug)]
-pub(crate) enum Opened {
+pub(crate) enum TransferredFile {
     Direct(File),
-    Aside(Letter, OwnedFd, OwnedFd),
+    Aside(ReplacementDescription, OwnedFd, OwnedFd),
 }
 
 impl OpenFile {
@@ -191,22 +191,22 @@ impl OpenFile {
     /// [`FsError::NotAFile`] for anything but a regular file, or an IO error.
     pub fn open(path: &Path, mode: OpenMode) -> Result<Self, FsError> {
         let access = match mode {
-            OpenMode::Read => Access::Direct(open_file(path, Links::Follow)?),
+            OpenMode::Read => OpenAccess::Direct(open_file(path, SymlinkPolicy::Follow)?),
             OpenMode::Replace => {
                 let file = create_in_place(path)?;
                 file.set_len(0).map_err(at(path))?;
-                Access::Direct(file)
+                OpenAccess::Direct(file)
             }
-            OpenMode::Update => Access::Direct(create_in_place(path)?),
-            OpenMode::Atomic => match target(path, Links::Follow)? {
-                Target::Special => return Err(FsError::NotAFile(path.to_owned())),
-                Target::File {
+            OpenMode::Update => OpenAccess::Direct(create_in_place(path)?),
+            OpenMode::Atomic => match target(path, SymlinkPolicy::Follow)? {
+                WriteTarget::Special => return Err(FsError::NotAFile(path.to_owned())),
+                WriteTarget::File {
                     directory,
                     name,
                     existing,
                 } => {
                     let begun = Replacement::begin(directory, &name, existing.as_ref());
-                    Access::Aside(begun.map_err(at(path))?)
+                    OpenAccess::Aside(begun.map_err(at(path))?)
                 }
             },
         };
@@ -218,11 +218,11 @@ impl OpenFile {
     }
 
     /// Creates the value from a file that a confined helper opened.
-    pub(crate) fn received(path: &Path, opened: Opened, confined: Confined) -> Self {
+    pub(crate) fn received(path: &Path, opened: TransferredFile, confined: ConfinedFiles) -> Self {
         let access = match opened {
-            Opened::Direct(file) => Access::Direct(file),
-            Opened::Aside(letter, directory, file) => {
-                Access::Confined(Replacement::received(letter, directory, file), confined)
+            TransferredFile::Direct(file) => OpenAccess::Direct(file),
+            TransferredFile::Aside(letter, directory, file) => {
+                OpenAccess::Confined(Replacement::received(letter, directory, file), confined)
             }
         };
         Self {
@@ -233,25 +233,27 @@ impl OpenFile {
     }
 
     /// Transfers the file to the process that requested it; that process has to commit it.
-    pub(crate) fn send(self) -> Result<Opened, FsError> {
+    pub(crate) fn send(self) -> Result<TransferredFile, FsError> {
         match self.access {
-            Access::Direct(file) => Ok(Opened::Direct(file)),
-            Access::Aside(replacement) | Access::Confined(replacement, _) => {
+            OpenAccess::Direct(file) => Ok(TransferredFile::Direct(file)),
+            OpenAccess::Aside(replacement) | OpenAccess::Confined(replacement, _) => {
                 let (letter, directory, file) = replacement.letter();
                 let copies = || -> io::Result<(OwnedFd, OwnedFd)> {
                     Ok((directory.try_clone()?, file.as_fd().try_clone_to_owned()?))
                 };
                 let (directory, file) = copies().map_err(at(&self.path))?;
                 replacement.forget();
-                Ok(Opened::Aside(letter, directory, file))
+                Ok(TransferredFile::Aside(letter, directory, file))
             }
         }
     }
 
     fn file(&self) -> &File {
         match &self.access {
-            Access::Direct(file) => file,
-            Access::Aside(replacement) | Access::Confined(replacement, _) => replacement.file(),
+            OpenAccess::Direct(file) => file,
+            OpenAccess::Aside(replacement) | OpenAccess::Confined(replacement, _) => {
+                replacement.file()
+            }
         }
     }
 
@@ -259,7 +261,7 @@ impl OpenFile {
     /// existing file. `None` where the system does not provide it, and for files that are written
     /// atomically.
     pub fn identity(&self) -> Option<String> {
-        let Access::Direct(file) = &self.access else {
+        let OpenAccess::Direct(file) = &self.access else {
             return None;
         };
         let metadata = file.metadata().ok()?;
@@ -285,8 +287,8 @@ impl OpenFile {
     /// Any IO error: that the file is open for reading only, for example.
     pub fn write_at(&mut self, offset: u64, data: &[u8]) -> Result<(), FsError> {
         let written = match &mut self.access {
-            Access::Direct(file) => file.write_all_at(data, offset),
-            Access::Aside(replacement) | Access::Confined(replacement, _) => {
+            OpenAccess::Direct(file) => file.write_all_at(data, offset),
+            OpenAccess::Aside(replacement) | OpenAccess::Confined(replacement, _) => {
                 replacement.write_at(offset, data)
             }
         };
@@ -302,17 +304,17 @@ impl OpenFile {
     /// [`FsError::Incomplete`] when a write failed, or an IO error; then the target is unchanged.
     pub fn commit(self) -> Result<(), FsError> {
         match self.access {
-            Access::Direct(_) => Ok(()),
+            OpenAccess::Direct(_) => Ok(()),
             // A caller that does not wait for the responses to its writes may commit before it sees
             // a failed write.
-            Access::Aside(_) | Access::Confined(..) if self.incomplete => {
+            OpenAccess::Aside(_) | OpenAccess::Confined(..) if self.incomplete => {
                 Err(FsError::Incomplete(self.path))
             }
-            Access::Aside(mut replacement) => {
+            OpenAccess::Aside(mut replacement) => {
                 replacement.give_back_room();
                 replacement.commit().map_err(at(&self.path))
             }
-            Access::Confined(mut replacement, confined) => {
+            OpenAccess::Confined(mut replacement, confined) => {
                 replacement.give_back_room();
                 let (letter, directory, file) = replacement.letter();
                 confined.place(&self.path, letter, [directory.as_fd(), file.as_fd()])?;
@@ -326,7 +328,7 @@ impl OpenFile {
 /// Renames a temporary file that another process has written.
 pub(crate) fn place(
     path: &Path,
-    letter: Letter,
+    letter: ReplacementDescription,
     directory: OwnedFd,
     file: OwnedFd,
 ) -> Result<(), FsError> {
@@ -341,7 +343,12 @@ fn create_in_place(path: &Path) -> Result<File, FsError> {
         return Err(FsError::NotAFile(path.to_owned()));
     }
     let flags = OFlags::WRONLY | OFlags::CREATE;
-    let file = open(path, flags, Mode::from_raw_mode(0o666), Links::Follow)?;
+    let file = open(
+        path,
+        flags,
+        Mode::from_raw_mode(0o666),
+        SymlinkPolicy::Follow,
+    )?;
     regular(file, path)
 }
 
@@ -353,11 +360,11 @@ fn create_in_place(path: &Path) -> Result<File, FsError> {
 pub fn hash(
     path: &Path,
     length: Option<u64>,
-    cancelled: Cancelled<'_>,
+    cancelled: CancelCheck<'_>,
 ) -> Result<([u8; 32], u64), FsError> {
     /// 128 KiB: fits in the processor's cache.
     const BLOCK_BYTES: usize = 128 * 1024;
-    let file = open_file(path, Links::Follow)?;
+    let file = open_file(path, SymlinkPolicy::Follow)?;
     let mut rest = (&file).take(length.unwrap_or(u64::MAX));
     let mut block = vec![0; BLOCK_BYTES];
     let mut digest = Sha256::new();
@@ -380,11 +387,11 @@ pub fn hash(
 mod tests {
     use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 
-    use super::super::LinkAt;
+    use super::super::LinkPosition;
     use super::*;
 
-    fn write(path: &Path, data: &[u8], links: Links) -> Result<(), FsError> {
-        write_file(path, data, links, Attributes::default())
+    fn write(path: &Path, data: &[u8], links: SymlinkPolicy) -> Result<(), FsError> {
+        write_file(path, data, links, NewAttributes::default())
     }
 
     fn names(dir: &Path) -> Vec<String> {
@@ -400,10 +407,10 @@ mod tests {
     fn write_replaces_the_file_and_keeps_its_mode() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("f");
-        write(&path, b"one", Links::Follow).unwrap();
+        write(&path, b"one", SymlinkPolicy::Follow).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o4750)).unwrap();
         symlink("f", dir.path().join("link")).unwrap();
-        write(&dir.path().join("link"), b"two", Links::Follow).unwrap();
+        write(&dir.path().join("link"), b"two", SymlinkPolicy::Follow).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"two");
         assert!(
             fs::symlink_metadata(dir.path().join("link"))
@@ -412,17 +419,17 @@ mod tests {
         );
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o4750);
         symlink("new", dir.path().join("dangling")).unwrap();
-        write(&dir.path().join("dangling"), b"x", Links::Follow).unwrap();
+        write(&dir.path().join("dangling"), b"x", SymlinkPolicy::Follow).unwrap();
         assert_eq!(fs::read(dir.path().join("new")).unwrap(), b"x");
-        let refused = write(&dir.path().join("link"), b"no", Links::Refuse);
+        let refused = write(&dir.path().join("link"), b"no", SymlinkPolicy::Refuse);
         assert!(matches!(
             refused,
             Err(FsError::Symlink {
-                at: LinkAt::Leaf,
+                at: LinkPosition::Leaf,
                 ..
             })
         ));
-        write(&path, b"three", Links::Refuse).unwrap();
+        write(&path, b"three", SymlinkPolicy::Refuse).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"three");
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o4750);
         assert_eq!(names(dir.path()), ["dangling", "f", "link", "new"]);
@@ -431,13 +438,13 @@ mod tests {
     #[test]
     fn write_sets_requested_attributes() {
         let dir = tempfile::tempdir().unwrap();
-        for links in [Links::Follow, Links::Refuse] {
+        for links in [SymlinkPolicy::Follow, SymlinkPolicy::Refuse] {
             let path = dir
                 .path()
                 .canonicalize()
                 .unwrap()
                 .join(format!("{links:?}"));
-            let attributes = Attributes {
+            let attributes = NewAttributes {
                 mode: Some(0o2701),
                 modified_at_ms: Some(1_234_567),
             };
@@ -461,13 +468,13 @@ mod tests {
         };
         for len in [MIB - 1, MIB, 9 * MIB + 5, 20 * MIB] {
             let data = bytes(len);
-            let attributes = Attributes {
+            let attributes = NewAttributes {
                 mode: None,
                 modified_at_ms: Some(1_234_567),
             };
-            write_file(&path, &data, Links::Follow, attributes).unwrap();
+            write_file(&path, &data, SymlinkPolicy::Follow, attributes).unwrap();
             assert!(fs::read(&path).unwrap() == data, "{len}");
-            let found = super::super::metadata(&path, Links::Follow).unwrap();
+            let found = super::super::metadata(&path, SymlinkPolicy::Follow).unwrap();
             assert_eq!(found.modified_at_ms, 1_234_567);
             assert!(room(&path) < (len + MIB) as u64, "{len}: {}", room(&path));
 
@@ -503,7 +510,7 @@ mod tests {
         let held = fs::OpenOptions::new().write(true).open(&path).unwrap();
         fs::remove_file(&path).unwrap();
         let magic = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&held));
-        write(Path::new(&magic), b"new", Links::Follow).unwrap();
+        write(Path::new(&magic), b"new", SymlinkPolicy::Follow).unwrap();
         assert_eq!(names(dir.path()), [""; 0]);
     }
 
@@ -516,9 +523,9 @@ mod tests {
         symlink("real", dir.join("via")).unwrap();
         let path = dir.join("via/f");
         let refusals = [
-            open_file(&path, Links::Refuse).map(|_| ()),
-            super::super::metadata(&path, Links::Refuse).map(|_| ()),
-            write(&path, b"", Links::Refuse),
+            open_file(&path, SymlinkPolicy::Refuse).map(|_| ()),
+            super::super::metadata(&path, SymlinkPolicy::Refuse).map(|_| ()),
+            write(&path, b"", SymlinkPolicy::Refuse),
         ];
         for refused in refusals {
             let error = refused.unwrap_err();
@@ -527,14 +534,14 @@ mod tests {
             assert!(matches!(
                 error,
                 FsError::Symlink {
-                    at: LinkAt::Parent,
+                    at: LinkPosition::Parent,
                     ..
                 }
             ));
         }
-        assert!(open_file(&path, Links::Follow).is_ok());
+        assert!(open_file(&path, SymlinkPolicy::Follow).is_ok());
         assert!(matches!(
-            open_file(&dir, Links::Follow),
+            open_file(&dir, SymlinkPolicy::Follow),
             Err(FsError::NotAFile(_))
         ));
     }

@@ -15,7 +15,7 @@ use rustix::fs::{Mode, OFlags};
 
 /// Rules of one directory and of its parents; directories without rules share them.
 #[derive(Debug)]
-pub(super) struct Rules {
+pub(super) struct IgnoreRules {
     matcher: Gitignore,
     outer: Option<Arc<Self>>,
 }
@@ -26,7 +26,7 @@ pub(super) const GITIGNORE: &str = ".gitignore";
 /// Maximum bytes read from such a file.
 const MAX_RULES_BYTES: u64 = 1 << 20;
 
-impl Rules {
+impl IgnoreRules {
     /// Number of rules in the directory itself.
     pub(super) fn len(&self) -> u64 {
         self.matcher.num_ignores() + self.matcher.num_whitelists()
@@ -34,9 +34,9 @@ impl Rules {
 }
 
 /// Whether `path`, in a directory with these rules, is ignored.
-pub(super) fn ignores(rules: Option<&Rules>, path: &Path, is_dir: bool) -> bool {
+pub(super) fn ignores(rules: Option<&IgnoreRules>, path: &Path, is_dir: bool) -> bool {
     let mut rules = rules;
-    while let Some(Rules { matcher, outer }) = rules {
+    while let Some(IgnoreRules { matcher, outer }) = rules {
         match matcher.matched(path, is_dir) {
             Match::Ignore(_) => return true,
             Match::Whitelist(_) => return false,
@@ -47,12 +47,15 @@ pub(super) fn ignores(rules: Option<&Rules>, path: &Path, is_dir: bool) -> bool 
 }
 
 /// The rules of a directory that has a rules file, combined with those of its parents.
-pub(super) fn enter(directory: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<Rules>> {
+pub(super) fn enter(directory: &Path, outer: Option<Arc<IgnoreRules>>) -> Option<Arc<IgnoreRules>> {
     read(directory, &directory.join(GITIGNORE), outer)
 }
 
 /// Same as [`enter`], but at the root of a repository only its own rules apply.
-pub(super) fn enter_any(directory: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<Rules>> {
+pub(super) fn enter_any(
+    directory: &Path,
+    outer: Option<Arc<IgnoreRules>>,
+) -> Option<Arc<IgnoreRules>> {
     let around = if directory.join(".git").exists() {
         exclude(directory)
     } else {
@@ -62,7 +65,7 @@ pub(super) fn enter_any(directory: &Path, outer: Option<Arc<Rules>>) -> Option<A
 }
 
 /// The rules above a directory, up to the root of its repository; `None` outside a repository.
-pub(super) fn above(base: &Path) -> Option<Arc<Rules>> {
+pub(super) fn above(base: &Path) -> Option<Arc<IgnoreRules>> {
     let top = base.ancestors().find(|dir| dir.join(".git").exists())?;
     let mut rules = exclude(top);
     let mut between: Vec<&Path> = base
@@ -78,7 +81,7 @@ pub(super) fn above(base: &Path) -> Option<Arc<Rules>> {
 }
 
 /// The rules in `info/exclude` of a repository.
-fn exclude(top: &Path) -> Option<Arc<Rules>> {
+fn exclude(top: &Path) -> Option<Arc<IgnoreRules>> {
     read(top, &git_directory(top).join("info/exclude"), None)
 }
 
@@ -97,7 +100,11 @@ fn git_directory(top: &Path) -> PathBuf {
     }
 }
 
-fn read(directory: &Path, file: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<Rules>> {
+fn read(
+    directory: &Path,
+    file: &Path,
+    outer: Option<Arc<IgnoreRules>>,
+) -> Option<Arc<IgnoreRules>> {
     let Some(text) = content(file) else {
         return outer;
     };
@@ -107,7 +114,7 @@ fn read(directory: &Path, file: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<
         let _ = builder.add_line(None, line);
     }
     match builder.build() {
-        Ok(matcher) if !matcher.is_empty() => Some(Arc::new(Rules { matcher, outer })),
+        Ok(matcher) if !matcher.is_empty() => Some(Arc::new(IgnoreRules { matcher, outer })),
         _ => outer,
     }
 }

@@ -9,11 +9,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, Timespec, Timestamps};
 
 use super::open::open;
-use super::{FsError, Links, at};
+use super::{FsError, SymlinkPolicy, at};
 
 /// Metadata of a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Metadata {
+pub struct PathMetadata {
     /// It is a directory.
     pub is_directory: bool,
     /// It is a regular file.
@@ -39,8 +39,8 @@ pub struct Metadata {
 }
 
 /// Conversion to the wire type.
-impl From<Metadata> for exec_server_protocol::fs::Metadata {
-    fn from(found: Metadata) -> Self {
+impl From<PathMetadata> for exec_server_protocol::fs::MetadataResult {
+    fn from(found: PathMetadata) -> Self {
         Self {
             is_directory: found.is_directory,
             is_file: found.is_file,
@@ -61,7 +61,7 @@ impl From<Metadata> for exec_server_protocol::fs::Metadata {
 
 /// Attributes to set; `None` leaves an attribute unchanged.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Attributes {
+pub struct NewAttributes {
     /// Permission bits, at most 0o7777.
     pub mode: Option<u32>,
     /// Modification time, in milliseconds since 1970.
@@ -69,7 +69,7 @@ pub struct Attributes {
 }
 
 /// Opens a path with `O_PATH`, to read its owner.
-pub(crate) fn entry(path: &Path, links: Links) -> Result<fs::File, FsError> {
+pub(crate) fn entry(path: &Path, links: SymlinkPolicy) -> Result<fs::File, FsError> {
     open(path, OFlags::PATH, Mode::empty(), links)
 }
 
@@ -78,9 +78,9 @@ pub(crate) fn entry(path: &Path, links: Links) -> Result<fs::File, FsError> {
 /// # Errors
 ///
 /// [`FsError::Symlink`] when links are refused and the path contains one, or an IO error.
-pub fn metadata(path: &Path, links: Links) -> Result<Metadata, FsError> {
+pub fn metadata(path: &Path, links: SymlinkPolicy) -> Result<PathMetadata, FsError> {
     let (found, symlink_target) = match links {
-        Links::Follow => {
+        SymlinkPolicy::Follow => {
             let found = fs::symlink_metadata(path).map_err(at(path))?;
             if found.is_symlink() {
                 let target = fs::read_link(path).map_err(at(path))?;
@@ -89,12 +89,12 @@ pub fn metadata(path: &Path, links: Links) -> Result<Metadata, FsError> {
                 (found, None)
             }
         }
-        Links::Refuse => {
+        SymlinkPolicy::Refuse => {
             let file = open(path, OFlags::PATH, Mode::empty(), links)?;
             (file.metadata().map_err(at(path))?, None)
         }
     };
-    Ok(Metadata {
+    Ok(PathMetadata {
         is_directory: found.is_dir(),
         is_file: found.is_file(),
         is_symlink: symlink_target.is_some(),
@@ -122,13 +122,17 @@ fn millis(time: SystemTime) -> i64 {
 /// # Errors
 ///
 /// [`FsError::Symlink`] when links are refused and the path contains one, or an IO error.
-pub fn set_metadata(path: &Path, attributes: Attributes, links: Links) -> Result<(), FsError> {
+pub fn set_metadata(
+    path: &Path,
+    attributes: NewAttributes,
+    links: SymlinkPolicy,
+) -> Result<(), FsError> {
     let file = open(path, OFlags::PATH, Mode::empty(), links)?;
     // Neither change works on a descriptor that was opened without read permission. Its path in
     // `/proc/self/fd` leads to the same file, even if the original path changes.
     let target = match links {
-        Links::Follow => path.to_owned(),
-        Links::Refuse => PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd())),
+        SymlinkPolicy::Follow => path.to_owned(),
+        SymlinkPolicy::Refuse => PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd())),
     };
     if let Some(mode) = attributes.mode {
         rustix::fs::chmod(&target, Mode::from_raw_mode(mode & 0o7777)).map_err(at(path))?;
@@ -167,7 +171,7 @@ pub fn create_symlink(path: &Path, target: &Path) -> Result<(), FsError> {
 mod tests {
     use std::os::unix::fs::symlink;
 
-    use super::super::LinkAt;
+    use super::super::LinkPosition;
     use super::*;
 
     #[test]
@@ -178,29 +182,33 @@ mod tests {
         fs::write(&path, "hello").unwrap();
         symlink("f", dir.join("link")).unwrap();
         for (links, mode, time) in [
-            (Links::Follow, 0o640, -1500),
-            (Links::Refuse, 0o4711, 1_700_000_000_123),
+            (SymlinkPolicy::Follow, 0o640, -1500),
+            (SymlinkPolicy::Refuse, 0o4711, 1_700_000_000_123),
             // No permission to open it for reading or writing.
-            (Links::Refuse, 0o000, 1),
-            (Links::Refuse, 0o600, 0),
+            (SymlinkPolicy::Refuse, 0o000, 1),
+            (SymlinkPolicy::Refuse, 0o600, 0),
         ] {
-            let attributes = Attributes {
+            let attributes = NewAttributes {
                 mode: Some(mode),
                 modified_at_ms: Some(time),
             };
             set_metadata(&path, attributes, links).unwrap();
-            let found = metadata(&path, Links::Refuse).unwrap();
+            let found = metadata(&path, SymlinkPolicy::Refuse).unwrap();
             assert_eq!((found.mode, found.modified_at_ms), (mode, time));
         }
-        let refused = set_metadata(&dir.join("link"), Attributes::default(), Links::Refuse);
+        let refused = set_metadata(
+            &dir.join("link"),
+            NewAttributes::default(),
+            SymlinkPolicy::Refuse,
+        );
         assert!(matches!(
             refused,
             Err(FsError::Symlink {
-                at: LinkAt::Leaf,
+                at: LinkPosition::Leaf,
                 ..
             })
         ));
-        let found = metadata(&dir.join("link"), Links::Follow).unwrap();
+        let found = metadata(&dir.join("link"), SymlinkPolicy::Follow).unwrap();
         assert_eq!(found.symlink_target.as_deref(), Some(Path::new("f")));
         assert_eq!(
             (found.is_symlink, found.is_file, found.size),

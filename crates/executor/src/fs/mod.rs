@@ -27,17 +27,18 @@ use exec_server_protocol::limits::{MAX_GLOB_BYTES, MAX_GLOBS, MAX_READ_FILE_BYTE
 use serde::{Deserialize, Serialize};
 
 pub(crate) use cached::{learn, metadata_at_once, read_at_once};
-pub use call::Answer;
+pub use call::FileOutcome;
 pub(crate) use call::{check, links, native, perform};
 use directory::read_page;
 pub use directory::{
-    Directory, Kind, Listing, MAX_DIRECTORY_ENTRIES, canonicalize, create_directory, read_directory,
+    Directory, DirectoryListing, EntryType, MAX_DIRECTORY_ENTRIES, canonicalize, create_directory,
+    read_directory,
 };
 pub use file::{OpenFile, hash, open_file, read_at, readable_size, write_file};
-pub(crate) use file::{Opened, open_sized, place};
+pub(crate) use file::{TransferredFile, open_sized, place};
 pub(crate) use metadata::entry;
-pub use metadata::{Attributes, Metadata, create_symlink, metadata, set_metadata};
-pub(crate) use replace::Letter;
+pub use metadata::{NewAttributes, PathMetadata, create_symlink, metadata, set_metadata};
+pub(crate) use replace::ReplacementDescription;
 pub use tree::{copy, remove, rename};
 use walk::walk_page;
 pub use walk::{MAX_WALK, WalkLimits, Walked, walk};
@@ -72,7 +73,7 @@ pub enum FsError {
         #[serde(with = "wire::path")]
         path: PathBuf,
         /// Position of the link in the path.
-        at: LinkAt,
+        at: LinkPosition,
     },
     /// The content exceeds the maximum size of a response.
     #[error("file is too large to read: limit is {MAX_READ_FILE_BYTES} bytes")]
@@ -132,7 +133,7 @@ pub enum FsError {
 
 /// Position of a symbolic link in a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum LinkAt {
+pub enum LinkPosition {
     /// The last component is a link, and the operation opens it.
     Leaf,
     /// The last component is a link, and the operation inspects or removes it.
@@ -143,7 +144,7 @@ pub enum LinkAt {
 
 /// Whether a path may contain symbolic links.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Links {
+pub enum SymlinkPolicy {
     /// Links are followed.
     Follow,
     /// Links are refused in every component. The kernel checks this, so a link that is swapped in
@@ -152,7 +153,7 @@ pub enum Links {
 }
 
 /// Cancellation check that long operations call between steps; true if they should stop.
-pub type Cancelled<'a> = &'a (dyn Fn() -> bool + Sync);
+pub type CancelCheck<'a> = &'a (dyn Fn() -> bool + Sync);
 
 /// Adds the path to an error from the system.
 fn at<E: Into<io::Error>>(path: &Path) -> impl Fn(E) -> FsError {
@@ -162,7 +163,7 @@ fn at<E: Into<io::Error>>(path: &Path) -> impl Fn(E) -> FsError {
     }
 }
 
-fn go_on(cancelled: Cancelled<'_>) -> Result<(), FsError> {
+fn go_on(cancelled: CancelCheck<'_>) -> Result<(), FsError> {
     if cancelled() {
         return Err(FsError::Cancelled);
     }

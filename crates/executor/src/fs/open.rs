@@ -13,7 +13,7 @@ use std::sync::LazyLock;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::{Errno, retry_on_intr};
 
-use super::{FsError, LinkAt, Links, at};
+use super::{FsError, LinkPosition, SymlinkPolicy, at};
 
 /// Whether `openat2` is available: a seccomp filter that does not know a system call returns ENOSYS
 /// or EPERM, and the root directory itself causes neither error.
@@ -24,7 +24,12 @@ static HAS_OPENAT2: LazyLock<bool> = LazyLock::new(|| {
 });
 
 /// Opens a path.
-pub(super) fn open(path: &Path, flags: OFlags, mode: Mode, links: Links) -> Result<File, FsError> {
+pub(super) fn open(
+    path: &Path,
+    flags: OFlags,
+    mode: Mode,
+    links: SymlinkPolicy,
+) -> Result<File, FsError> {
     // Opening must not wait for a pipe's peer. `PATH` opens nothing that could wait, and openat2
     // rejects further flags with it.
     let nonblocking = if flags.contains(OFlags::PATH) {
@@ -35,11 +40,11 @@ pub(super) fn open(path: &Path, flags: OFlags, mode: Mode, links: Links) -> Resu
     };
     let flags = flags | OFlags::CLOEXEC | nonblocking;
     match links {
-        Links::Follow => retry_on_intr(|| rustix::fs::open(path, flags, mode))
+        SymlinkPolicy::Follow => retry_on_intr(|| rustix::fs::open(path, flags, mode))
             .map(File::from)
             .map_err(at(path)),
-        Links::Refuse if *HAS_OPENAT2 => open_at_once(path, flags, mode),
-        Links::Refuse => open_stepwise(path, flags, mode),
+        SymlinkPolicy::Refuse if *HAS_OPENAT2 => open_at_once(path, flags, mode),
+        SymlinkPolicy::Refuse => open_stepwise(path, flags, mode),
     }
 }
 
@@ -53,7 +58,11 @@ fn open_at_once(path: &Path, flags: OFlags, mode: Mode) -> Result<File, FsError>
                 let flags = OFlags::PATH | OFlags::CLOEXEC;
                 rustix::fs::openat2(CWD, parent, flags, Mode::empty(), resolve).is_ok()
             });
-            let at = if above { LinkAt::Leaf } else { LinkAt::Parent };
+            let at = if above {
+                LinkPosition::Leaf
+            } else {
+                LinkPosition::Parent
+            };
             Err(link(path, at))
         }
         Err(error) => Err(at(path)(error)),
@@ -71,9 +80,9 @@ fn open_stepwise(path: &Path, flags: OFlags, mode: Mode) -> Result<File, FsError
         let name = step.as_os_str();
         let last = steps.peek().is_none();
         let (place, flags, mode) = if last {
-            (LinkAt::Leaf, flags, mode)
+            (LinkPosition::Leaf, flags, mode)
         } else {
-            (LinkAt::Parent, step_flags, Mode::empty())
+            (LinkPosition::Parent, step_flags, Mode::empty())
         };
         let opened =
             retry_on_intr(|| rustix::fs::openat(&directory, name, flags | OFlags::NOFOLLOW, mode));
@@ -101,7 +110,7 @@ fn open_stepwise(path: &Path, flags: OFlags, mode: Mode) -> Result<File, FsError
 }
 
 /// Opens the parent directory of a path's last component.
-pub(super) fn parent(path: &Path, links: Links) -> Result<(OwnedFd, &OsStr), FsError> {
+pub(super) fn parent(path: &Path, links: SymlinkPolicy) -> Result<(OwnedFd, &OsStr), FsError> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(at(path)(Errno::INVAL));
     };
@@ -112,7 +121,7 @@ pub(super) fn parent(path: &Path, links: Links) -> Result<(OwnedFd, &OsStr), FsE
         links,
     ) {
         Ok(directory) => Ok((directory.into(), name)),
-        Err(FsError::Symlink { .. }) => Err(link(path, LinkAt::Parent)),
+        Err(FsError::Symlink { .. }) => Err(link(path, LinkPosition::Parent)),
         Err(FsError::Io { source, .. }) => Err(at(path)(source)),
         Err(other) => Err(other),
     }
@@ -136,7 +145,7 @@ pub(super) fn same(one: &Stat, other: &Stat) -> bool {
     one.st_dev == other.st_dev && one.st_ino == other.st_ino
 }
 
-pub(super) fn link(path: &Path, at: LinkAt) -> FsError {
+pub(super) fn link(path: &Path, at: LinkPosition) -> FsError {
     FsError::Symlink {
         path: path.to_owned(),
         at,

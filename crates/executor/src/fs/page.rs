@@ -12,14 +12,14 @@ use super::directory::order;
 
 /// One page of a listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Page {
+pub(super) struct ListingPage {
     /// Maximum number of entries, 1 to [`MAX_PAGE_ENTRIES`].
     pub(super) limit: usize,
     /// The path of the entry after which the page begins; empty for the first page.
     pub(super) after: Vec<u8>,
 }
 
-impl Page {
+impl ListingPage {
     /// The page that `limit` and `after` of a request describe; `None` if the request has neither.
     ///
     /// # Errors
@@ -77,7 +77,7 @@ mod tests {
     #[test]
     fn cursor_round_trips_and_rejects_escaping_paths() {
         for path in [&b"a"[..], b"a/b c/d", b"\xff/\n"] {
-            let page = Page::of(None, Some(&cursor(path))).unwrap().unwrap();
+            let page = ListingPage::of(None, Some(&cursor(path))).unwrap().unwrap();
             assert_eq!((page.limit, &*page.after), (MAX_PAGE_ENTRIES, path));
         }
         for path in [
@@ -91,25 +91,29 @@ mod tests {
             b".",
             b"a\0b",
         ] {
-            let refused = Page::of(Some(1), Some(&cursor(path)));
+            let refused = ListingPage::of(Some(1), Some(&cursor(path)));
             assert!(matches!(refused, Err(FsError::Params(_))), "{path:?}");
         }
         let long = cursor(&[b'a'; MAX_CURSOR_BYTES]);
         for text in ["?", "YQ", &long] {
-            assert!(Page::of(None, Some(text)).is_err(), "{text}");
+            assert!(ListingPage::of(None, Some(text)).is_err(), "{text}");
         }
     }
 
     #[test]
     fn page_limit_out_of_range_is_rejected() {
-        assert_eq!(Page::of(None, None).unwrap(), None);
+        assert_eq!(ListingPage::of(None, None).unwrap(), None);
         for (limit, allowed) in [
             (0, false),
             (1, true),
             (MAX_PAGE_ENTRIES, true),
             (MAX_PAGE_ENTRIES + 1, false),
         ] {
-            assert_eq!(Page::of(Some(limit), None).is_ok(), allowed, "{limit}");
+            assert_eq!(
+                ListingPage::of(Some(limit), None).is_ok(),
+                allowed,
+                "{limit}"
+            );
         }
     }
 }

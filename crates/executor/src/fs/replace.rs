@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::open::{file_type, link, parent, same, stat_in};
-use super::{FsError, LinkAt, Links, at};
+use super::{FsError, LinkPosition, SymlinkPolicy, at};
 
 /// 8 MiB: the disk space preallocated in one step.
 const STEP_BYTES: usize = 8 << 20;
@@ -27,13 +27,13 @@ pub(super) struct Replacement {
     file: File,
     /// Mode bits that a write may clear.
     special: Option<Mode>,
-    room: Room,
+    room: Preallocation,
     placed: bool,
 }
 
 /// State of the disk space preallocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Room {
+enum Preallocation {
     /// No write was long enough to preallocate for.
     Unasked,
     /// Space is preallocated up to this offset.
@@ -44,14 +44,14 @@ enum Room {
 
 /// Description of a [`Replacement`] that is sent to another process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct Letter {
+pub(crate) struct ReplacementDescription {
     temporary: String,
     name: Vec<u8>,
     special: Option<u32>,
 }
 
 /// Target of a write.
-pub(super) enum Target {
+pub(super) enum WriteTarget {
     /// A name that is a regular file or does not exist.
     File {
         directory: OwnedFd,
@@ -76,7 +76,7 @@ impl Replacement {
             name: name.to_owned(),
             file: File::from(fd),
             special: None,
-            room: Room::Unasked,
+            room: Preallocation::Unasked,
             placed: false,
         };
         if let Some(like) = like {
@@ -133,14 +133,14 @@ impl Replacement {
             const EXT4: u64 = 0xef53;
             let end = offset.saturating_add(len);
             let there = match self.room {
-                Room::Never => return,
-                Room::Until(there) if end <= there => return,
-                Room::Until(there) => there,
-                Room::Unasked if end < SHORT_BYTES => return,
-                Room::Unasked => {
+                Preallocation::Never => return,
+                Preallocation::Until(there) if end <= there => return,
+                Preallocation::Until(there) => there,
+                Preallocation::Unasked if end < SHORT_BYTES => return,
+                Preallocation::Unasked => {
                     let found = fstatfs(&self.file);
                     if !found.is_ok_and(|found| u64::try_from(found.f_type) == Ok(EXT4)) {
-                        self.room = Room::Never;
+                        self.room = Preallocation::Never;
                         return;
                     }
                     0
@@ -151,8 +151,8 @@ impl Replacement {
             // If there is no space left, the write itself will fail.
             let asked = fallocate(&self.file, FallocateFlags::KEEP_SIZE, start, more);
             self.room = match asked {
-                Ok(()) => Room::Until(start.saturating_add(more)),
-                Err(_) => Room::Never,
+                Ok(()) => Preallocation::Until(start.saturating_add(more)),
+                Err(_) => Preallocation::Never,
             };
         }
         #[cfg(not(target_os = "linux"))]
@@ -161,7 +161,7 @@ impl Replacement {
 
     /// Releases preallocated space that was not needed; must be called before times are set.
     pub(super) fn give_back_room(&mut self) {
-        if let Room::Until(there) = std::mem::replace(&mut self.room, Room::Never)
+        if let Preallocation::Until(there) = std::mem::replace(&mut self.room, Preallocation::Never)
             && let Ok(found) = self.file.metadata()
             && found.len() < there
         {
@@ -172,8 +172,8 @@ impl Replacement {
 
     /// Data that another process needs to commit the replacement, and the two descriptors to send
     /// with it.
-    pub(super) fn letter(&self) -> (Letter, &OwnedFd, &File) {
-        let letter = Letter {
+    pub(super) fn letter(&self) -> (ReplacementDescription, &OwnedFd, &File) {
+        let letter = ReplacementDescription {
             temporary: self.temporary.clone(),
             name: self.name.as_bytes().to_vec(),
             special: self.special.map(|mode| mode.as_raw_mode()),
@@ -182,14 +182,18 @@ impl Replacement {
     }
 
     /// A replacement that another process began; this process now commits or removes it.
-    pub(super) fn received(letter: Letter, directory: OwnedFd, file: OwnedFd) -> Self {
+    pub(super) fn received(
+        letter: ReplacementDescription,
+        directory: OwnedFd,
+        file: OwnedFd,
+    ) -> Self {
         Self {
             directory,
             temporary: letter.temporary,
             name: OsString::from_vec(letter.name),
             file: File::from(file),
             special: letter.special.map(Mode::from_raw_mode),
-            room: Room::Unasked,
+            room: Preallocation::Unasked,
             placed: false,
         }
     }
@@ -232,20 +236,20 @@ pub(super) fn temporary_name() -> String {
 /// Resolves which file a write to a path affects.
 ///
 /// Follows links; a dangling link leads to the name that it contains.
-pub(super) fn target(path: &Path, links: Links) -> Result<Target, FsError> {
-    if links == Links::Refuse {
+pub(super) fn target(path: &Path, links: SymlinkPolicy) -> Result<WriteTarget, FsError> {
+    if links == SymlinkPolicy::Refuse {
         let (directory, name) = parent(path, links)?;
         let existing = match stat_in(&directory, name) {
             Ok(stat) => match file_type(&stat) {
                 FileType::RegularFile => Some(stat),
-                FileType::Symlink => return Err(link(path, LinkAt::Leaf)),
+                FileType::Symlink => return Err(link(path, LinkPosition::Leaf)),
                 _ => return Err(FsError::NotAFile(path.to_owned())),
             },
             Err(Errno::NOENT) => None,
             Err(error) => return Err(at(path)(error)),
         };
         let name = name.to_owned();
-        return Ok(Target::File {
+        return Ok(WriteTarget::File {
             directory,
             name,
             existing,
@@ -253,23 +257,24 @@ pub(super) fn target(path: &Path, links: Links) -> Result<Target, FsError> {
     }
     let existing = match rustix::fs::stat(path) {
         Ok(stat) if file_type(&stat) == FileType::RegularFile => Some(stat),
-        Ok(_) => return Ok(Target::Special),
+        Ok(_) => return Ok(WriteTarget::Special),
         Err(Errno::NOENT) => None,
         Err(error) => return Err(at(path)(error)),
     };
     let resolved = resolve_links(path)?;
-    let (directory, name) = parent(&resolved, Links::Follow).map_err(|error| match error {
-        FsError::Io { source, .. } => at(path)(source),
-        other => other,
-    })?;
+    let (directory, name) =
+        parent(&resolved, SymlinkPolicy::Follow).map_err(|error| match error {
+            FsError::Io { source, .. } => at(path)(source),
+            other => other,
+        })?;
     match (stat_in(&directory, name), &existing) {
         // A magic link of the kernel, as in /proc, does not name a directory entry.
-        (Ok(found), Some(existing)) if !same(&found, existing) => return Ok(Target::Special),
-        (Err(Errno::NOENT), Some(_)) => return Ok(Target::Special),
+        (Ok(found), Some(existing)) if !same(&found, existing) => return Ok(WriteTarget::Special),
+        (Err(Errno::NOENT), Some(_)) => return Ok(WriteTarget::Special),
         (Err(Errno::NOENT), None) | (Ok(_), _) => {}
         (Err(error), _) => return Err(at(path)(error)),
     }
-    Ok(Target::File {
+    Ok(WriteTarget::File {
         directory,
         name: name.to_owned(),
         existing,

@@ -29,8 +29,8 @@ use ignore::overrides::{Override, OverrideBuilder};
 use ignore::{DirEntry, ParallelVisitor, ParallelVisitorBuilder, WalkBuilder, WalkState};
 use rustix::fs::{Mode, OFlags};
 
-use super::gitignore::{self, Rules};
-use super::{Cancelled, FsError, check_globs};
+use super::gitignore::{self, IgnoreRules};
+use super::{CancelCheck, FsError, check_globs};
 
 /// Maximum length of a line in memory; the search of a file ends at a longer line.
 const MAX_LINE_BYTES: usize = 16 << 20;
@@ -75,13 +75,13 @@ pub(super) fn check(params: &SearchParams) -> Result<(), FsError> {
 pub fn search(
     root: &Path,
     params: &SearchParams,
-    cancelled: Cancelled<'_>,
+    cancelled: CancelCheck<'_>,
 ) -> Result<SearchResult, FsError> {
     let matcher =
         matcher(params).map_err(|error| FsError::Params(format!("invalid pattern: {error}")))?;
     let overrides = overrides(root, &params.globs)?;
     let found = fs::metadata(root).map_err(super::at(root))?;
-    let shared = Shared {
+    let shared = SearchShared {
         cancelled,
         params,
         matcher,
@@ -135,7 +135,7 @@ fn walk(root: &Path, gitignore: bool, overrides: Override) -> ignore::WalkParall
     if gitignore {
         // Ignore rules are evaluated here: the walker would block on a pipe named like a rules
         // file.
-        let ignored = Ignored::new(root);
+        let ignored = SearchIgnore::new(root);
         builder.filter_entry(move |entry| {
             let is_dir = entry.file_type().is_some_and(|kind| kind.is_dir());
             // An explicit glob overrides the ignore rules.
@@ -150,11 +150,11 @@ fn walk(root: &Path, gitignore: bool, overrides: Override) -> ignore::WalkParall
 ///
 /// Rules also apply outside a repository. Rules above the root apply only within a repository, up
 /// to its root: a stray file in a distant parent could otherwise hide everything.
-struct Ignored {
+struct SearchIgnore {
     root: PathBuf,
-    rules: Option<Arc<Rules>>,
+    rules: Option<Arc<IgnoreRules>>,
     /// Directories below the root whose rules differ from those of their parent.
-    below: RwLock<HashMap<PathBuf, Option<Arc<Rules>>>>,
+    below: RwLock<HashMap<PathBuf, Option<Arc<IgnoreRules>>>>,
     /// Whether `below` has any entry.
     differs: AtomicBool,
     /// Number of rules in memory.
@@ -164,7 +164,7 @@ struct Ignored {
 /// Maximum number of rules in memory for one search; rules of directories found later are ignored.
 const MAX_RULES: u64 = 1 << 17;
 
-impl Ignored {
+impl SearchIgnore {
     fn new(root: &Path) -> Self {
         Self {
             root: root.to_owned(),
@@ -187,7 +187,7 @@ impl Ignored {
         true
     }
 
-    fn enter(&self, directory: &Path, around: Option<Arc<Rules>>) {
+    fn enter(&self, directory: &Path, around: Option<Arc<IgnoreRules>>) {
         let rules = gitignore::enter_any(directory, around.clone());
         let same = match (&rules, &around) {
             (Some(rules), Some(around)) => Arc::ptr_eq(rules, around),
@@ -204,7 +204,7 @@ impl Ignored {
         }
     }
 
-    fn rules_of(&self, directory: &Path) -> Option<Arc<Rules>> {
+    fn rules_of(&self, directory: &Path) -> Option<Arc<IgnoreRules>> {
         if self.differs.load(Ordering::Acquire) {
             let below = self.below.read();
             let within = directory.ancestors();
@@ -218,8 +218,8 @@ impl Ignored {
 }
 
 /// State shared by the threads of one search.
-struct Shared<'a> {
-    cancelled: Cancelled<'a>,
+struct SearchShared<'a> {
+    cancelled: CancelCheck<'a>,
     params: &'a SearchParams,
     matcher: RegexMatcher,
     /// The limit of matches is reached.
@@ -231,34 +231,34 @@ struct Shared<'a> {
     /// Size of the response so far, in bytes.
     bytes: AtomicUsize,
     files: AtomicU64,
-    found: Mutex<Vec<Found>>,
+    found: Mutex<Vec<FileMatches>>,
 }
 
 /// Matches of one file.
-struct Found {
+struct FileMatches {
     path: PathBuf,
     uri: PathUri,
-    lines: Vec<Line>,
+    lines: Vec<MatchedLine>,
 }
 
-struct Line {
+struct MatchedLine {
     number: u64,
     column: u64,
-    text: Text,
+    text: LineText,
     before: Vec<String>,
     after: Vec<String>,
 }
 
 #[derive(Clone)]
-struct Text {
+struct LineText {
     text: String,
     cut: bool,
 }
 
-impl<'a> Shared<'a> {
-    fn worker<'s>(&'s self) -> Worker<'s, 'a> {
+impl<'a> SearchShared<'a> {
+    fn worker<'s>(&'s self) -> SearchWorker<'s, 'a> {
         let context = self.params.context_lines;
-        Worker {
+        SearchWorker {
             shared: self,
             matcher: self.matcher.clone(),
             searcher: SearcherBuilder::new()
@@ -295,17 +295,19 @@ impl<'a> Shared<'a> {
     fn into_result(self) -> SearchResult {
         let mut found = self.found.into_inner();
         found.sort_unstable_by(|a, b| a.path.cmp(&b.path));
-        let matches = found.into_iter().flat_map(|Found { uri, lines, .. }| {
-            lines.into_iter().map(move |line| SearchMatch {
-                path: uri.clone(),
-                line: line.number,
-                column: line.column,
-                text: line.text.text,
-                cut: line.text.cut,
-                before: line.before,
-                after: line.after,
-            })
-        });
+        let matches = found
+            .into_iter()
+            .flat_map(|FileMatches { uri, lines, .. }| {
+                lines.into_iter().map(move |line| SearchMatch {
+                    path: uri.clone(),
+                    line: line.number,
+                    column: line.column,
+                    text: line.text.text,
+                    cut: line.text.cut,
+                    before: line.before,
+                    after: line.after,
+                })
+            });
         SearchResult {
             matches: matches.collect(),
             files_searched: self.files.into_inner(),
@@ -314,22 +316,22 @@ impl<'a> Shared<'a> {
     }
 }
 
-impl<'s> ParallelVisitorBuilder<'s> for &'s Shared<'_> {
+impl<'s> ParallelVisitorBuilder<'s> for &'s SearchShared<'_> {
     fn build(&mut self) -> Box<dyn ParallelVisitor + 's> {
         Box::new(self.worker())
     }
 }
 
 /// State of one search thread.
-struct Worker<'s, 'a> {
-    shared: &'s Shared<'a>,
+struct SearchWorker<'s, 'a> {
+    shared: &'s SearchShared<'a>,
     matcher: RegexMatcher,
     /// Reuses its buffers from file to file.
     searcher: Searcher,
-    found: Vec<Found>,
+    found: Vec<FileMatches>,
 }
 
-impl ParallelVisitor for Worker<'_, '_> {
+impl ParallelVisitor for SearchWorker<'_, '_> {
     fn visit(&mut self, entry: Result<DirEntry, ignore::Error>) -> WalkState {
         if self.shared.is_over() {
             return WalkState::Quit;
@@ -343,13 +345,13 @@ impl ParallelVisitor for Worker<'_, '_> {
     }
 }
 
-impl Drop for Worker<'_, '_> {
+impl Drop for SearchWorker<'_, '_> {
     fn drop(&mut self) {
         self.shared.found.lock().append(&mut self.found);
     }
 }
 
-impl Worker<'_, '_> {
+impl SearchWorker<'_, '_> {
     fn search(&mut self, path: PathBuf, flags: OFlags) {
         // The file may have been replaced by a pipe, which must not block the open.
         let flags = flags | OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
@@ -361,7 +363,7 @@ impl Worker<'_, '_> {
         }
         self.shared.files.fetch_add(1, Ordering::Relaxed);
         let pending = Cell::new(false);
-        let mut sink = Lines {
+        let mut sink = MatchCollector {
             shared: self.shared,
             matcher: &self.matcher,
             pending: &pending,
@@ -373,7 +375,7 @@ impl Worker<'_, '_> {
             recent: VecDeque::new(),
             full: false,
         };
-        let reader = Guarded {
+        let reader = LimitedReader {
             file,
             shared: self.shared,
             pending: &pending,
@@ -391,19 +393,19 @@ impl Worker<'_, '_> {
         if !lines.is_empty()
             && let Some(uri) = uri
         {
-            self.found.push(Found { path, uri, lines });
+            self.found.push(FileMatches { path, uri, lines });
         }
     }
 }
 
 /// Reader that reports the end of the file when no more of it is needed.
-struct Guarded<'s, 'a> {
+struct LimitedReader<'s, 'a> {
     file: File,
-    shared: &'s Shared<'a>,
+    shared: &'s SearchShared<'a>,
     pending: &'s Cell<bool>,
 }
 
-impl Read for Guarded<'_, '_> {
+impl Read for LimitedReader<'_, '_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let shared = self.shared;
         if shared.is_cancelled() || (shared.full.load(Ordering::Relaxed) && !self.pending.get()) {
@@ -414,8 +416,8 @@ impl Read for Guarded<'_, '_> {
 }
 
 /// Collects the matches of one file.
-struct Lines<'s, 'a> {
-    shared: &'s Shared<'a>,
+struct MatchCollector<'s, 'a> {
+    shared: &'s SearchShared<'a>,
     matcher: &'s RegexMatcher,
     /// Whether a match still needs context lines after it.
     pending: &'s Cell<bool>,
@@ -423,7 +425,7 @@ struct Lines<'s, 'a> {
     /// Created at the first match: most files have none.
     uri: Option<PathUri>,
     context: usize,
-    lines: Vec<Line>,
+    lines: Vec<MatchedLine>,
     /// Index of the first of `lines` that still needs context lines after it.
     open: usize,
     /// The latest lines with their numbers, as many as the context needs.
@@ -432,7 +434,7 @@ struct Lines<'s, 'a> {
     full: bool,
 }
 
-impl Lines<'_, '_> {
+impl MatchCollector<'_, '_> {
     /// Adds a line to the context of the matches near it.
     fn pass(&mut self, number: u64, text: String) {
         if self.context == 0 {
@@ -472,7 +474,7 @@ impl Lines<'_, '_> {
     }
 }
 
-impl Sink for Lines<'_, '_> {
+impl Sink for MatchCollector<'_, '_> {
     type Error = io::Error;
 
     fn matched(&mut self, _: &Searcher, found: &SinkMatch<'_>) -> io::Result<bool> {
@@ -496,7 +498,7 @@ impl Sink for Lines<'_, '_> {
                     _ => 1,
                 };
                 self.pass(number, text.text.clone());
-                self.lines.push(Line {
+                self.lines.push(MatchedLine {
                     number,
                     column,
                     text,
@@ -538,7 +540,7 @@ fn without_end(line: &[u8]) -> &[u8] {
 }
 
 /// The displayed part of a line: its beginning, with U+FFFD for invalid UTF-8.
-fn shown(line: &[u8]) -> Text {
+fn shown(line: &[u8]) -> LineText {
     let cut = line.len() > MAX_SEARCH_TEXT_BYTES;
     let mut end = line.len().min(MAX_SEARCH_TEXT_BYTES);
     if cut {
@@ -548,7 +550,7 @@ fn shown(line: &[u8]) -> Text {
             end -= 1;
         }
     }
-    Text {
+    LineText {
         text: String::from_utf8_lossy(&line[..end]).into_owned(),
         cut,
     }

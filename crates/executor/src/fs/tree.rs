@@ -12,10 +12,10 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, FileType, Gid, Mode, OFlags, RenameFlags, Stat, Timestamps, Uid};
 use rustix::io::Errno;
 
-use super::directory::{Kind, Listing, NEW_MODE};
+use super::directory::{DirectoryListing, EntryType, NEW_MODE};
 use super::open::{file_type, link, parent, same, stat_in};
-use super::replace::{Replacement, Target, target, temporary_name};
-use super::{Cancelled, FsError, LinkAt, Links, at, go_on};
+use super::replace::{Replacement, WriteTarget, target, temporary_name};
+use super::{CancelCheck, FsError, LinkPosition, SymlinkPolicy, at, go_on};
 
 /// Removes a path; a link itself is removed, not its target.
 ///
@@ -24,11 +24,16 @@ use super::{Cancelled, FsError, LinkAt, Links, at, go_on};
 /// [`FsError::Symlink`] when links are refused and the path contains one,
 /// [`FsError::RemoveNoFollow`] when links are refused for a recursive removal, or an IO error. With
 /// `force` a missing path is not an error.
-pub fn remove(path: &Path, recursive: bool, force: bool, links: Links) -> Result<(), FsError> {
+pub fn remove(
+    path: &Path,
+    recursive: bool,
+    force: bool,
+    links: SymlinkPolicy,
+) -> Result<(), FsError> {
     let removed = match (links, recursive) {
-        (Links::Refuse, true) => Err(FsError::RemoveNoFollow),
-        (Links::Refuse, false) => remove_no_follow(path),
-        (Links::Follow, _) => remove_following(path, recursive),
+        (SymlinkPolicy::Refuse, true) => Err(FsError::RemoveNoFollow),
+        (SymlinkPolicy::Refuse, false) => remove_no_follow(path),
+        (SymlinkPolicy::Follow, _) => remove_following(path, recursive),
     };
     match removed {
         Err(FsError::Io { source, .. }) if force && source.kind() == io::ErrorKind::NotFound => {
@@ -56,9 +61,9 @@ fn remove_following(path: &Path, recursive: bool) -> Result<(), FsError> {
 }
 
 fn remove_no_follow(path: &Path) -> Result<(), FsError> {
-    let (directory, name) = parent(path, Links::Refuse)?;
+    let (directory, name) = parent(path, SymlinkPolicy::Refuse)?;
     let flags = match file_type(&stat_in(&directory, name).map_err(at(path))?) {
-        FileType::Symlink => return Err(link(path, LinkAt::Leaf)),
+        FileType::Symlink => return Err(link(path, LinkPosition::Leaf)),
         FileType::Directory => AtFlags::REMOVEDIR,
         _ => AtFlags::empty(),
     };
@@ -78,7 +83,7 @@ pub fn copy(
     source: &Path,
     destination: &Path,
     recursive: bool,
-    cancelled: Cancelled<'_>,
+    cancelled: CancelCheck<'_>,
 ) -> Result<(), FsError> {
     let found = rustix::fs::lstat(source).map_err(at(source))?;
     match file_type(&found) {
@@ -123,21 +128,21 @@ fn resolve(path: &Path) -> Result<PathBuf, FsError> {
     Ok(path.to_owned())
 }
 
-fn copy_file(source: &Path, destination: &Path, cancelled: Cancelled<'_>) -> Result<(), FsError> {
+fn copy_file(source: &Path, destination: &Path, cancelled: CancelCheck<'_>) -> Result<(), FsError> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let from = File::from(rustix::fs::open(source, flags, Mode::empty()).map_err(at(source))?);
     let found = rustix::fs::fstat(&from).map_err(at(source))?;
     if file_type(&found) != FileType::RegularFile {
         return Err(FsError::CopyKind);
     }
-    match target(destination, Links::Follow)? {
-        Target::Special => {
+    match target(destination, SymlinkPolicy::Follow)? {
+        WriteTarget::Special => {
             let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
             let to =
                 rustix::fs::open(destination, flags, Mode::empty()).map_err(at(destination))?;
             copy_content(&from, &File::from(to), destination, cancelled)
         }
-        Target::File {
+        WriteTarget::File {
             directory, name, ..
         } => {
             let replacement = Replacement::begin(directory, &name, None);
@@ -155,7 +160,7 @@ fn copy_content(
     from: &File,
     mut to: &File,
     destination: &Path,
-    cancelled: Cancelled<'_>,
+    cancelled: CancelCheck<'_>,
 ) -> Result<(), FsError> {
     /// Bytes copied between two checks for cancellation.
     const STEP_BYTES: u64 = 64 << 20;
@@ -178,11 +183,11 @@ enum Fidelity {
 }
 
 /// One directory of a copy: its source and its destination.
-struct Level {
+struct CopyLevel {
     from: OwnedFd,
     to: OwnedFd,
     path: PathBuf,
-    names: Listing,
+    names: DirectoryListing,
     next: usize,
     /// Final metadata of a new directory; `None` for an existing directory, which stays unchanged.
     like: Option<Stat>,
@@ -194,7 +199,7 @@ fn copy_tree(
     destination: &Path,
     fresh: bool,
     fidelity: Fidelity,
-    cancelled: Cancelled<'_>,
+    cancelled: CancelCheck<'_>,
 ) -> Result<(), FsError> {
     // The root of the destination may be a link to a directory, as for any path; nothing below it
     // may be.
@@ -202,12 +207,18 @@ fn copy_tree(
     let to = rustix::fs::open(destination, flags, Mode::empty()).map_err(at(destination))?;
     let top = rustix::fs::fstat(&to).map_err(at(destination))?;
     let from = open_in(CWD, source.as_os_str()).map_err(at(source))?;
-    let mut levels = vec![Level::enter(from, to, source.to_owned(), fresh, cancelled)?];
+    let mut levels = vec![CopyLevel::enter(
+        from,
+        to,
+        source.to_owned(),
+        fresh,
+        cancelled,
+    )?];
     while let Some(level) = levels.last_mut() {
         go_on(cancelled)?;
         let Some((name, kind)) = level.names.get(level.next) else {
             let done = levels.pop();
-            if let Some(Level {
+            if let Some(CopyLevel {
                 to,
                 like: Some(like),
                 path,
@@ -222,7 +233,7 @@ fn copy_tree(
         level.next += 1;
         let path = level.path.join(&name);
         match kind {
-            Kind::Directory => {
+            EntryType::Directory => {
                 let from = open_in(&level.from, &name).map_err(at(&path))?;
                 let found = rustix::fs::fstat(&from).map_err(at(&path))?;
                 // If the destination is also mounted inside the source, the copy would never end.
@@ -235,12 +246,12 @@ fn copy_tree(
                     Err(error) => return Err(at(&path)(error)),
                 };
                 let to = open_in(&level.to, &name).map_err(at(&path))?;
-                levels.push(Level::enter(from, to, path, fresh, cancelled)?);
+                levels.push(CopyLevel::enter(from, to, path, fresh, cancelled)?);
             }
-            Kind::File => level.copy_file(&name, &path, fidelity, cancelled)?,
-            Kind::Symlink => level.copy_link(&name, fidelity).map_err(at(&path))?,
-            Kind::Other if fidelity == Fidelity::All => return Err(FsError::MoveKind(path)),
-            Kind::Other => {}
+            EntryType::File => level.copy_file(&name, &path, fidelity, cancelled)?,
+            EntryType::Symlink => level.copy_link(&name, fidelity).map_err(at(&path))?,
+            EntryType::Other if fidelity == Fidelity::All => return Err(FsError::MoveKind(path)),
+            EntryType::Other => {}
         }
     }
     Ok(())
@@ -252,15 +263,15 @@ fn open_in(directory: impl AsFd, name: &OsStr) -> Result<OwnedFd, Errno> {
     rustix::fs::openat(directory, name, flags, Mode::empty())
 }
 
-impl Level {
+impl CopyLevel {
     fn enter(
         from: OwnedFd,
         to: OwnedFd,
         path: PathBuf,
         fresh: bool,
-        cancelled: Cancelled<'_>,
+        cancelled: CancelCheck<'_>,
     ) -> Result<Self, FsError> {
-        let names = Listing::read(&from, cancelled).map_err(|error| error.at(&path))?;
+        let names = DirectoryListing::read(&from, cancelled).map_err(|error| error.at(&path))?;
         let like = if fresh {
             Some(rustix::fs::fstat(&from).map_err(at(&path))?)
         } else {
@@ -281,7 +292,7 @@ impl Level {
         name: &OsStr,
         path: &Path,
         fidelity: Fidelity,
-        cancelled: Cancelled<'_>,
+        cancelled: CancelCheck<'_>,
     ) -> Result<(), FsError> {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let from = rustix::fs::openat(&self.from, name, flags, Mode::empty());
@@ -376,7 +387,7 @@ pub fn rename(
     from: &Path,
     to: &Path,
     overwrite: bool,
-    cancelled: Cancelled<'_>,
+    cancelled: CancelCheck<'_>,
 ) -> Result<(), FsError> {
     match place((CWD, from.as_os_str()), (CWD, to.as_os_str()), overwrite) {
         Ok(()) => Ok(()),
@@ -422,15 +433,15 @@ fn move_across(
     from: &Path,
     to: &Path,
     overwrite: bool,
-    cancelled: Cancelled<'_>,
+    cancelled: CancelCheck<'_>,
 ) -> Result<(), FsError> {
     let found = rustix::fs::lstat(from).map_err(at(from))?;
-    let (to_directory, to_name) = parent(to, Links::Follow)?;
+    let (to_directory, to_name) = parent(to, SymlinkPolicy::Follow)?;
     if !overwrite && stat_in(&to_directory, to_name).is_ok() {
         return Err(FsError::Exists(to.to_owned()));
     }
     // A temporary directory, so that the moved entry keeps its name and is removed as one tree.
-    let mut aside = Aside::new(&to_directory, to)?;
+    let mut aside = StagingDirectory::new(&to_directory, to)?;
     match file_type(&found) {
         FileType::Directory => {
             rustix::fs::mkdirat(&aside.directory, ASIDE_NAME, NEW_MODE).map_err(at(to))?;
@@ -443,12 +454,12 @@ fn move_across(
             )?;
         }
         FileType::RegularFile | FileType::Symlink => {
-            let (from_directory, name) = parent(from, Links::Follow)?;
-            let level = Level {
+            let (from_directory, name) = parent(from, SymlinkPolicy::Follow)?;
+            let level = CopyLevel {
                 from: from_directory,
                 to: aside.directory.try_clone().map_err(at(to))?,
                 path: from.to_owned(),
-                names: Listing::default(),
+                names: DirectoryListing::default(),
                 next: 0,
                 like: None,
             };
@@ -475,14 +486,14 @@ fn move_across(
 const ASIDE_NAME: &str = "moved";
 
 /// A hidden temporary directory beside a destination; removed with its content when dropped.
-struct Aside {
+struct StagingDirectory {
     path: PathBuf,
     directory: OwnedFd,
     /// Name of the entry that is renamed to the destination.
     name: OsString,
 }
 
-impl Aside {
+impl StagingDirectory {
     fn new(parent: &OwnedFd, to: &Path) -> Result<Self, FsError> {
         let hidden = temporary_name();
         rustix::fs::mkdirat(parent, &hidden, Mode::RWXU).map_err(at(to))?;
@@ -495,7 +506,7 @@ impl Aside {
     }
 }
 
-impl Drop for Aside {
+impl Drop for StagingDirectory {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.path);
     }
@@ -507,7 +518,7 @@ mod tests {
 
     use super::*;
 
-    const NO: Cancelled<'static> = &|| false;
+    const NO: CancelCheck<'static> = &|| false;
 
     /// Creates `d/{x, link -> x, fifo, sub/y, locked/}` with unusual modes.
     fn tree(dir: &Path) {
@@ -621,25 +632,28 @@ mod tests {
         let dir = dir.path().canonicalize().unwrap();
         tree(&dir);
         symlink("d", dir.join("link")).unwrap();
-        for links in [Links::Follow, Links::Refuse] {
+        for links in [SymlinkPolicy::Follow, SymlinkPolicy::Refuse] {
             let not_empty = remove(&dir.join("d"), false, true, links).unwrap_err();
             assert!(not_empty.to_string().contains("not empty"), "{not_empty}");
             remove(&dir.join("missing/x"), false, true, links).unwrap();
             assert!(remove(&dir.join("missing"), false, false, links).is_err());
         }
-        for (path, place) in [("link", LinkAt::Leaf), ("link/x", LinkAt::Parent)] {
-            match remove(&dir.join(path), false, true, Links::Refuse) {
+        for (path, place) in [
+            ("link", LinkPosition::Leaf),
+            ("link/x", LinkPosition::Parent),
+        ] {
+            match remove(&dir.join(path), false, true, SymlinkPolicy::Refuse) {
                 Err(FsError::Symlink { at, .. }) => assert_eq!(at, place),
                 other => panic!("{other:?}"),
             }
         }
-        remove(&dir.join("link"), true, true, Links::Follow).unwrap();
+        remove(&dir.join("link"), true, true, SymlinkPolicy::Follow).unwrap();
         assert!(dir.join("d/x").exists());
-        remove(&dir.join("d/x"), false, false, Links::Refuse).unwrap();
-        remove(&dir.join("d"), true, false, Links::Follow).unwrap();
+        remove(&dir.join("d/x"), false, false, SymlinkPolicy::Refuse).unwrap();
+        remove(&dir.join("d"), true, false, SymlinkPolicy::Follow).unwrap();
         assert_eq!(names(&dir), [""; 0]);
         for root in ["/", "/proc/.."] {
-            let refused = remove(Path::new(root), true, true, Links::Follow);
+            let refused = remove(Path::new(root), true, true, SymlinkPolicy::Follow);
             assert!(matches!(refused, Err(FsError::Root(_))), "{root}");
         }
     }

@@ -16,9 +16,9 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 pub(super) use self::pages::walk_page;
-use super::directory::{Kind, Listing, ReadError, read_first};
+use super::directory::{DirectoryListing, EntryType, ReadError, read_first};
 use super::open::file_type;
-use super::{Cancelled, FsError, at, go_on};
+use super::{CancelCheck, FsError, at, go_on};
 
 /// Limits of a walk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +47,7 @@ const ITEM_BYTES: usize = 64;
 /// Result of a walk, grouped by directory.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Walked {
-    groups: Vec<Group>,
+    groups: Vec<DirectoryGroup>,
     /// Paths that could not be examined, and the errors.
     #[serde(with = "super::wire::failures")]
     pub errors: Vec<(PathBuf, io::Error)>,
@@ -59,10 +59,10 @@ pub struct Walked {
 
 /// Entries found in one directory.
 #[derive(Debug, Serialize, Deserialize)]
-struct Group {
+struct DirectoryGroup {
     #[serde(with = "super::wire::path")]
     directory: PathBuf,
-    found: Listing,
+    found: DirectoryListing,
 }
 
 impl Walked {
@@ -99,15 +99,15 @@ impl Walked {
     }
 
     /// Adds an entry after those found before it.
-    fn push(&mut self, directory: &Path, name: &OsStr, kind: Kind) {
+    fn push(&mut self, directory: &Path, name: &OsStr, kind: EntryType) {
         if self
             .groups
             .last()
             .is_none_or(|last| last.directory != directory)
         {
-            self.groups.push(Group {
+            self.groups.push(DirectoryGroup {
                 directory: directory.to_owned(),
-                found: Listing::default(),
+                found: DirectoryListing::default(),
             });
         }
         if let Some(group) = self.groups.last_mut() {
@@ -116,7 +116,7 @@ impl Walked {
     }
 
     /// Records an error; returns whether the budget allows more items.
-    fn fail(&mut self, path: PathBuf, error: Errno, budget: &mut Budget) -> bool {
+    fn fail(&mut self, path: PathBuf, error: Errno, budget: &mut WalkBudget) -> bool {
         let error = io::Error::from(error);
         let room = budget.afford(path.as_os_str().len() + error.to_string().len());
         if room {
@@ -131,7 +131,7 @@ impl Walked {
     ) -> impl Iterator<Item = (&Path, impl Iterator<Item = (&OsStr, WalkKind)>)> {
         self.groups.iter().map(|group| {
             let found = group.found.iter().map(|(name, kind)| match kind {
-                Kind::Directory => (name, WalkKind::Directory),
+                EntryType::Directory => (name, WalkKind::Directory),
                 _ => (name, WalkKind::File),
             });
             (group.directory.as_path(), found)
@@ -150,7 +150,7 @@ impl Walked {
 pub fn walk(
     root: &Path,
     options: WalkOptions,
-    cancelled: Cancelled<'_>,
+    cancelled: CancelCheck<'_>,
 ) -> Result<Walked, FsError> {
     check_bounds(&options)?;
     let follow = options.follow_directory_symlinks;
@@ -168,7 +168,7 @@ pub fn walk(
         seen: HashSet::new(),
         entered: 0,
         examined: 0,
-        budget: Budget::default(),
+        budget: WalkBudget::default(),
     };
     if file_type(&found) == FileType::Directory {
         walker.queue.push_back((root.to_owned(), 0));
@@ -209,15 +209,15 @@ fn is_pruned(options: &WalkOptions, name: &[u8]) -> bool {
 }
 
 /// Bytes that the result may still use.
-struct Budget(usize);
+struct WalkBudget(usize);
 
-impl Default for Budget {
+impl Default for WalkBudget {
     fn default() -> Self {
         Self(BUDGET_BYTES)
     }
 }
 
-impl Budget {
+impl WalkBudget {
     /// Takes the size of an item with a text of this length from the budget; false if it does not
     /// fit.
     fn afford(&mut self, bytes: usize) -> bool {
@@ -233,7 +233,7 @@ impl Budget {
 
 struct Walker<'a> {
     options: WalkOptions,
-    cancelled: Cancelled<'a>,
+    cancelled: CancelCheck<'a>,
     walked: Walked,
     /// Directories to enter, with their depth below the root.
     queue: VecDeque<(PathBuf, usize)>,
@@ -241,7 +241,7 @@ struct Walker<'a> {
     seen: HashSet<(u64, u64)>,
     entered: usize,
     examined: usize,
-    budget: Budget,
+    budget: WalkBudget,
 }
 
 impl Walker<'_> {
@@ -269,7 +269,7 @@ impl Walker<'_> {
 
         // One name more than allowed shows whether there are more.
         let wanted = self.options.max_entries - self.examined + 1;
-        let mut names = Listing::default();
+        let mut names = DirectoryListing::default();
         match read_first(&fd, wanted, self.cancelled, |_, _| true, &mut names) {
             Ok(()) => {}
             Err(ReadError::Cancelled) => return Err(FsError::Cancelled),
@@ -281,16 +281,22 @@ impl Walker<'_> {
         }
         names.sort();
 
-        let mut group = Group {
+        let mut group = DirectoryGroup {
             directory,
-            found: Listing::default(),
+            found: DirectoryListing::default(),
         };
         let room = self.list(&mut group, &names, &fd, depth);
         self.walked.groups.push(group);
         Ok(room)
     }
 
-    fn list(&mut self, group: &mut Group, names: &Listing, fd: &OwnedFd, depth: usize) -> bool {
+    fn list(
+        &mut self,
+        group: &mut DirectoryGroup,
+        names: &DirectoryListing,
+        fd: &OwnedFd,
+        depth: usize,
+    ) -> bool {
         let parent_bytes = group.directory.as_os_str().len() + 1;
         for (name, kind) in names.iter() {
             if self.examined == self.options.max_entries {
@@ -298,14 +304,14 @@ impl Walker<'_> {
             }
             self.examined += 1;
             let kind = match kind {
-                Kind::Symlink if self.options.follow_directory_symlinks => {
+                EntryType::Symlink if self.options.follow_directory_symlinks => {
                     // Only links to directories are relevant.
                     match rustix::fs::statat(fd, name, AtFlags::empty()) {
-                        Ok(stat) if file_type(&stat) == FileType::Directory => Kind::Directory,
+                        Ok(stat) if file_type(&stat) == FileType::Directory => EntryType::Directory,
                         _ => continue,
                     }
                 }
-                Kind::Symlink | Kind::Other => continue,
+                EntryType::Symlink | EntryType::Other => continue,
                 known => known,
             };
             if !self.budget.afford(parent_bytes + name.len()) {
@@ -313,7 +319,7 @@ impl Walker<'_> {
             }
             group.found.push(name.as_bytes(), kind);
             let pruned = is_pruned(&self.options, name.as_bytes());
-            if kind == Kind::Directory && depth < self.options.max_depth && !pruned {
+            if kind == EntryType::Directory && depth < self.options.max_depth && !pruned {
                 self.queue
                     .push_back((group.directory.join(name), depth + 1));
             }

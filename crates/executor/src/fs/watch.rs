@@ -1,6 +1,6 @@
 //! File-change watches of trees.
 //!
-//! A [`Hub`] has one tree for each distinct target, shared by all its subscribers: one inotify
+//! A [`WatchHub`] has one tree for each distinct target, shared by all its subscribers: one inotify
 //! instance and one thread, which end with the last subscription. Until a subscriber takes its
 //! changes, changes of the same path are merged; above a limit they are replaced by one overflow
 //! flag.
@@ -23,16 +23,16 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use exec_server_protocol::PathUri;
-use exec_server_protocol::fs::{Change, WatchIgnore};
+use exec_server_protocol::fs::{FileChanged, WatchIgnore};
 use exec_server_protocol::limits::{MAX_CHANGES, MAX_WATCH_DEBOUNCE_MS};
 use exec_server_sync::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
-pub use self::missing::Missing;
-use self::pending::{Happening, Pending};
-use self::rules::Filter;
-use self::tree::{Buffer, Target, Tell, Tree};
+pub use self::missing::MissingPathWait;
+use self::pending::{PendingChanges, ReportedChange};
+use self::rules::IgnoreFilter;
+use self::tree::{ChangeReceiver, EventBuffer, WatchTarget, WatchedTree};
 use super::{FsError, check_globs};
 
 /// Maximum number of distinct trees. Each uses one of the user's inotify instances; the default
@@ -110,7 +110,7 @@ impl WatchError {
 
 /// Kernel limits of inotify for this user, across all programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct InotifyLimits {
     /// Maximum number of directories: `fs.inotify.max_user_watches`.
     pub watches: u64,
     /// Maximum number of trees: `fs.inotify.max_user_instances`.
@@ -118,8 +118,8 @@ pub struct Limits {
 }
 
 /// Returns the limits of this machine; 0 where the kernel does not report one.
-pub fn limits() -> Limits {
-    Limits {
+pub fn limits() -> InotifyLimits {
+    InotifyLimits {
         watches: max_watches(),
         instances: max_instances(),
     }
@@ -145,7 +145,7 @@ fn limit(name: &str, of_namespace: &str) -> u64 {
 
 /// Key of a shared tree.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Key {
+struct TreeKey {
     root: PathBuf,
     recursive: bool,
     gitignore: bool,
@@ -154,18 +154,18 @@ struct Key {
 
 /// All trees that are watched.
 #[derive(Debug, Default)]
-pub struct Hub {
+pub struct WatchHub {
     /// Locked during registration, so that each tree is registered once.
-    trees: Mutex<HashMap<Key, Arc<Mutex<Weak<Trunk>>>>>,
+    trees: Mutex<HashMap<TreeKey, Arc<Mutex<Weak<SharedTree>>>>>,
 }
 
 /// A tree as its subscriptions hold it; dropping the last reference ends it.
 #[derive(Debug)]
-struct Trunk {
-    shared: Arc<Shared>,
+struct SharedTree {
+    shared: Arc<TreeShared>,
 }
 
-impl Drop for Trunk {
+impl Drop for SharedTree {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Relaxed);
         self.shared.rouse();
@@ -174,14 +174,14 @@ impl Drop for Trunk {
 
 /// State shared by the thread of a tree and its subscribers.
 #[derive(Debug)]
-struct Shared {
-    subscribers: Mutex<Vec<Arc<Subscriber>>>,
+struct TreeShared {
+    subscribers: Mutex<Vec<Arc<WatchSubscriber>>>,
     stop: Arc<AtomicBool>,
     /// Event descriptor that wakes the thread.
     wake: OwnedFd,
 }
 
-impl Shared {
+impl TreeShared {
     fn rouse(&self) {
         // The counter cannot overflow: the thread resets it, and several writes count as one
         // wake-up.
@@ -189,8 +189,8 @@ impl Shared {
     }
 }
 
-impl Tell for Arc<Shared> {
-    fn tell(&self, happening: Happening<'_>) {
+impl ChangeReceiver for Arc<TreeShared> {
+    fn tell(&self, happening: ReportedChange<'_>) {
         for subscriber in &*self.subscribers.lock() {
             subscriber.record(happening);
         }
@@ -199,14 +199,14 @@ impl Tell for Arc<Shared> {
 
 /// State of one subscription.
 #[derive(Debug)]
-struct Subscriber {
+struct WatchSubscriber {
     debounce: Duration,
-    state: Mutex<State>,
+    state: Mutex<SubscriptionState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    pending: Pending,
+struct SubscriptionState {
+    pending: PendingChanges,
     /// Time when the pending changes become available.
     due: Option<Instant>,
     /// Changes are available now.
@@ -216,8 +216,8 @@ struct State {
     waker: Option<Waker>,
 }
 
-impl Subscriber {
-    fn record(&self, happening: Happening<'_>) {
+impl WatchSubscriber {
+    fn record(&self, happening: ReportedChange<'_>) {
         let mut state = self.state.lock();
         state.pending.record(happening);
         if state.due.is_none() && !state.ready {
@@ -247,24 +247,24 @@ impl Subscriber {
 
 /// Changes that are delivered together.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Batch {
+pub struct PendingBatch {
     /// Sequence number, from 1 without gaps.
     pub seq: u64,
     /// The changes, in order.
-    pub changes: Vec<Change>,
+    pub changes: Vec<FileChanged>,
     /// Changes were lost before these.
     pub overflow: bool,
 }
 
 /// A subscription to a tree; it ends when dropped.
 #[derive(Debug)]
-pub struct Subscription {
+pub struct WatchSubscription {
     root: PathBuf,
-    trunk: Arc<Trunk>,
-    subscriber: Arc<Subscriber>,
+    trunk: Arc<SharedTree>,
+    subscriber: Arc<WatchSubscriber>,
 }
 
-impl Subscription {
+impl WatchSubscription {
     /// The watched path, with links resolved.
     #[must_use]
     pub fn root(&self) -> &Path {
@@ -273,7 +273,7 @@ impl Subscription {
 
     /// Takes the available changes; returns `None` and wakes `waker` later if no change is
     /// available.
-    pub fn take(&self, waker: &Waker) -> Option<Batch> {
+    pub fn take(&self, waker: &Waker) -> Option<PendingBatch> {
         let mut state = self.subscriber.state.lock();
         if !state.ready {
             state.waker = Some(waker.clone());
@@ -291,13 +291,13 @@ impl Subscription {
         drop(state);
         let uri = |path: &Path| PathUri::from_native(path).ok();
         let changes = told.into_iter().filter_map(|change| {
-            Some(Change {
+            Some(FileChanged {
                 path: uri(&change.path)?,
                 kind: change.kind,
                 from: change.from.as_deref().and_then(uri),
             })
         });
-        Some(Batch {
+        Some(PendingBatch {
             seq,
             changes: changes.collect(),
             overflow,
@@ -305,7 +305,7 @@ impl Subscription {
     }
 }
 
-impl Drop for Subscription {
+impl Drop for WatchSubscription {
     fn drop(&mut self) {
         self.trunk
             .shared
@@ -327,7 +327,7 @@ fn check(ignore: &WatchIgnore, debounce: Duration) -> Result<(), FsError> {
     Ok(())
 }
 
-impl Hub {
+impl WatchHub {
     /// Subscribes to changes of a path, and optionally of everything below it.
     ///
     /// Blocks until the whole tree is registered; every later change is reported. Stops shortly
@@ -343,10 +343,10 @@ impl Hub {
         ignore: &WatchIgnore,
         debounce: Duration,
         cancelled: &Arc<AtomicBool>,
-    ) -> Result<Subscription, WatchError> {
+    ) -> Result<WatchSubscription, WatchError> {
         check(ignore, debounce)?;
         let root = fs::canonicalize(path).map_err(super::at(path))?;
-        let key = Key {
+        let key = TreeKey {
             root: root.clone(),
             recursive,
             gitignore: ignore.gitignore,
@@ -357,13 +357,17 @@ impl Hub {
         let trunk = match tree.upgrade() {
             Some(trunk) => trunk,
             None => {
-                let trunk = start(Target::new(root.clone(), recursive)?, ignore, cancelled)?;
+                let trunk = start(
+                    WatchTarget::new(root.clone(), recursive)?,
+                    ignore,
+                    cancelled,
+                )?;
                 *tree = Arc::downgrade(&trunk);
                 trunk
             }
         };
         drop(tree);
-        let subscriber = Arc::new(Subscriber {
+        let subscriber = Arc::new(WatchSubscriber {
             debounce,
             state: Mutex::default(),
         });
@@ -372,7 +376,7 @@ impl Hub {
             .subscribers
             .lock()
             .push(Arc::clone(&subscriber));
-        Ok(Subscription {
+        Ok(WatchSubscription {
             root,
             trunk,
             subscriber,
@@ -380,7 +384,7 @@ impl Hub {
     }
 
     /// The entry of a tree in the table, within the limit.
-    fn slot(&self, key: Key) -> Result<Arc<Mutex<Weak<Trunk>>>, WatchError> {
+    fn slot(&self, key: TreeKey) -> Result<Arc<Mutex<Weak<SharedTree>>>, WatchError> {
         let mut trees = self.trees.lock();
         trees.retain(|_, slot| match slot.try_lock() {
             Some(tree) => tree.strong_count() > 0 || Arc::strong_count(slot) > 1,
@@ -395,21 +399,21 @@ impl Hub {
 
 /// Registers a tree and starts its thread.
 fn start(
-    target: Target,
+    target: WatchTarget,
     ignore: &WatchIgnore,
     cancelled: &Arc<AtomicBool>,
-) -> Result<Arc<Trunk>, WatchError> {
-    let filter = Filter::new(target.base(), ignore)?;
+) -> Result<Arc<SharedTree>, WatchError> {
+    let filter = IgnoreFilter::new(target.base(), ignore)?;
     let system = |error: io::Error| super::at(&target.root)(error);
     let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
         .map_err(|error| system(error.into()))?;
-    let shared = Arc::new(Shared {
+    let shared = Arc::new(TreeShared {
         subscribers: Mutex::default(),
         stop: Arc::default(),
         wake,
     });
     let root = target.root.clone();
-    let mut tree = Tree::start(target, filter, Arc::clone(&shared), Arc::clone(cancelled))?;
+    let mut tree = WatchedTree::start(target, filter, Arc::clone(&shared), Arc::clone(cancelled))?;
     if cancelled.load(Ordering::Relaxed) {
         return Err(WatchError::Cancelled);
     }
@@ -423,12 +427,12 @@ fn start(
             move || run(tree, &shared)
         })
         .map_err(super::at(&root))?;
-    Ok(Arc::new(Trunk { shared }))
+    Ok(Arc::new(SharedTree { shared }))
 }
 
 /// Runs the thread of a tree.
-fn run(mut tree: Tree<Arc<Shared>>, shared: &Arc<Shared>) {
-    let mut buffer = Buffer::new();
+fn run(mut tree: WatchedTree<Arc<TreeShared>>, shared: &Arc<TreeShared>) {
+    let mut buffer = EventBuffer::new();
     while !shared.stop.load(Ordering::Relaxed) {
         let more = tree.turn(&mut buffer);
         let now = Instant::now();

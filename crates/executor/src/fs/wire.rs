@@ -50,11 +50,11 @@ pub(crate) mod system {
     use super::*;
 
     pub(crate) fn serialize<S: Serializer>(error: &io::Error, to: S) -> Result<S::Ok, S::Error> {
-        Said::from(error).serialize(to)
+        SerializedError::from(error).serialize(to)
     }
 
     pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<io::Error, D::Error> {
-        Said::deserialize(from).map(io::Error::from)
+        SerializedError::deserialize(from).map(io::Error::from)
     }
 }
 
@@ -68,7 +68,7 @@ pub(crate) mod failures {
     ) -> Result<S::Ok, S::Error> {
         let told: Vec<_> = failures
             .iter()
-            .map(|(path, error)| (text(path), Said::from(error)))
+            .map(|(path, error)| (text(path), SerializedError::from(error)))
             .collect();
         told.serialize(to)
     }
@@ -76,7 +76,7 @@ pub(crate) mod failures {
     pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
         from: D,
     ) -> Result<Vec<(PathBuf, io::Error)>, D::Error> {
-        let told = Vec::<(Vec<u8>, Said)>::deserialize(from)?;
+        let told = Vec::<(Vec<u8>, SerializedError)>::deserialize(from)?;
         Ok(told
             .into_iter()
             .map(|(path, said)| (path_of(path), said.into()))
@@ -86,29 +86,29 @@ pub(crate) mod failures {
 
 /// Serialized form of an error.
 #[derive(Debug, Serialize, Deserialize)]
-enum Said {
+enum SerializedError {
     /// An errno.
     Number(i32),
     /// An error that the standard library raised itself.
-    Other(Sort, String),
+    Other(ErrorClass, String),
 }
 
 /// Error kinds that callers distinguish.
 #[derive(Debug, Serialize, Deserialize)]
-enum Sort {
+enum ErrorClass {
     NotFound,
     Denied,
     Invalid,
     Other,
 }
 
-impl From<&io::Error> for Said {
+impl From<&io::Error> for SerializedError {
     fn from(error: &io::Error) -> Self {
         let sort = match error.kind() {
-            io::ErrorKind::NotFound => Sort::NotFound,
-            io::ErrorKind::PermissionDenied => Sort::Denied,
-            io::ErrorKind::InvalidInput => Sort::Invalid,
-            _ => Sort::Other,
+            io::ErrorKind::NotFound => ErrorClass::NotFound,
+            io::ErrorKind::PermissionDenied => ErrorClass::Denied,
+            io::ErrorKind::InvalidInput => ErrorClass::Invalid,
+            _ => ErrorClass::Other,
         };
         match error.raw_os_error() {
             Some(number) => Self::Number(number),
@@ -117,17 +117,17 @@ impl From<&io::Error> for Said {
     }
 }
 
-impl From<Said> for io::Error {
-    fn from(said: Said) -> Self {
+impl From<SerializedError> for io::Error {
+    fn from(said: SerializedError) -> Self {
         let (sort, text) = match said {
-            Said::Number(number) => return Self::from_raw_os_error(number),
-            Said::Other(sort, text) => (sort, text),
+            SerializedError::Number(number) => return Self::from_raw_os_error(number),
+            SerializedError::Other(sort, text) => (sort, text),
         };
         let kind = match sort {
-            Sort::NotFound => io::ErrorKind::NotFound,
-            Sort::Denied => io::ErrorKind::PermissionDenied,
-            Sort::Invalid => io::ErrorKind::InvalidInput,
-            Sort::Other => io::ErrorKind::Other,
+            ErrorClass::NotFound => io::ErrorKind::NotFound,
+            ErrorClass::Denied => io::ErrorKind::PermissionDenied,
+            ErrorClass::Invalid => io::ErrorKind::InvalidInput,
+            ErrorClass::Other => io::ErrorKind::Other,
         };
         Self::new(kind, text)
     }

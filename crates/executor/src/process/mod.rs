@@ -19,18 +19,18 @@ use std::task::Waker;
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
-use exec_server_protocol::sandbox::Enforcement;
+use exec_server_protocol::sandbox::EnforcementReport;
 use exec_server_sync::Mutex;
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process, pidfd_send_signal};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
 
-use crate::limits::{self, Group};
+use crate::limits::{self, ControlGroup};
 use crate::log::{Exit, Log};
-use crate::process::stdin::{Push, Stdin};
-use crate::spec::{PrivateNetwork, Size, StartError};
-use crate::tree::{self, Ending, Leader, Left, Trees};
+use crate::process::stdin::{PushResult, StdinQueue};
+use crate::spec::{PrivateNetwork, PtySize, StartError};
+use crate::tree::{self, Leader, RemainingProcesses, TreeTermination, Trees};
 
 pub use crate::tree::table::{TableReads, table_reads};
 
@@ -44,31 +44,31 @@ const KILL_PATIENCE: Duration = Duration::from_secs(5);
 /// A started process; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Process {
-    shared: Arc<Shared>,
-    _owner: Arc<Owner>,
+    shared: Arc<ProcessShared>,
+    _owner: Arc<LastHandle>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct ProcessShared {
     pid: Pid,
     /// The command itself, where `pid` is the sandbox's first process, which waits for it.
     inside: Option<Pid>,
     /// Refers to `inside`, until the log is closed: a record of a closed process holds no descriptor.
     inside_pidfd: Mutex<Option<OwnedFd>>,
     /// How much of a sandbox's policy is enforced.
-    enforcement: Option<Enforcement>,
+    enforcement: Option<EnforcementReport>,
     /// Listeners in the process's own network, until a caller takes them.
-    listeners: Mutex<Option<Listeners>>,
+    listeners: Mutex<Option<ProcessListeners>>,
     /// The leader of its process tree.
     leader: Leader,
     started_at: SystemTime,
     /// The log and its follower.
-    output: Mutex<Output>,
+    output: Mutex<OutputState>,
     /// Notified of every new entry.
     changed: Notify,
     /// Whether `pid` may still be signalled.
-    life: Mutex<Life>,
-    stdin: Mutex<Stdin>,
+    life: Mutex<ProcessLife>,
+    stdin: Mutex<StdinQueue>,
     /// Number of writes to the input so far.
     input: AtomicU64,
     /// The supervisor waits for more output before it reads; input ends that wait.
@@ -80,23 +80,23 @@ struct Shared {
     has_terminal: bool,
     /// Wakes the supervisor.
     wake: Notify,
-    orders: Mutex<Orders>,
+    orders: Mutex<SupervisorRequests>,
     /// Bytes that arrived after the log was closed.
     discarded: AtomicU64,
     /// Control groups that enforce the limits of the tree.
-    groups: Mutex<Vec<Group>>,
+    groups: Mutex<Vec<ControlGroup>>,
 }
 
 /// Listeners in a process's own network, in the order of the request.
 #[derive(Debug, Default)]
-pub struct Listeners {
+pub struct ProcessListeners {
     /// TCP listeners.
     pub tcp: Vec<TcpListener>,
     /// UDP sockets.
     pub udp: Vec<UdpSocket>,
 }
 
-impl Listeners {
+impl ProcessListeners {
     fn new(network: &PrivateNetwork, mut files: Vec<OwnedFd>) -> Result<Self, StartError> {
         if files.len() != network.tcp.len() + network.udp.len() {
             return Err(StartError::System {
@@ -113,7 +113,7 @@ impl Listeners {
 }
 
 #[derive(Debug)]
-struct Output {
+struct OutputState {
     log: Log,
     /// Woken once at the next entry.
     follower: Option<Waker>,
@@ -125,21 +125,21 @@ struct Output {
 ///
 /// A pid may be reused once it is reaped, so signals are sent under the same lock as reaping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Life {
+enum ProcessLife {
     Running,
     Ended,
 }
 
 /// Requests to the supervisor.
 #[derive(Debug, Default)]
-struct Orders {
+struct SupervisorRequests {
     /// The last handle was dropped.
     abandoned: bool,
 }
 
 /// Recipients of a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scope {
+pub enum SignalRecipients {
     /// The process group that the process was started in.
     Group,
     /// The process alone.
@@ -150,7 +150,7 @@ pub enum Scope {
 
 /// Method of termination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
+pub enum TerminationMethod {
     /// SIGKILL to the whole tree.
     Now,
     /// SIGTERM to the whole tree, and SIGKILL to the remaining processes after this time.
@@ -159,7 +159,7 @@ pub enum End {
 
 /// Result of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Written {
+pub enum InputWriteResult {
     /// The data was written or queued.
     Accepted,
     /// The input is closed.
@@ -168,9 +168,9 @@ pub enum Written {
 
 /// Detects that the last handle was dropped.
 #[derive(Debug)]
-struct Owner(Arc<Shared>);
+struct LastHandle(Arc<ProcessShared>);
 
-impl Drop for Owner {
+impl Drop for LastHandle {
     fn drop(&mut self) {
         if !self.0.is_closed() {
             self.0.signal_group(Signal::KILL);
@@ -187,13 +187,13 @@ impl Process {
     }
 
     /// Enforcement level of its sandbox policy, if it has one.
-    pub fn enforcement(&self) -> Option<&Enforcement> {
+    pub fn enforcement(&self) -> Option<&EnforcementReport> {
         self.shared.enforcement.as_ref()
     }
 
     /// Takes the listeners of its private network; `None` if it has no network or they were taken
     /// before.
-    pub fn take_listeners(&self) -> Option<Listeners> {
+    pub fn take_listeners(&self) -> Option<ProcessListeners> {
         self.shared.listeners.lock().take()
     }
 
@@ -264,10 +264,10 @@ impl Process {
         self.shared.wake.notify_one();
     }
 
-    /// Prevents eviction of output that was not searched yet; see [`Watch`].
-    pub(crate) fn watch(&self, cursor: u64) -> Watch {
+    /// Prevents eviction of output that was not searched yet; see [`OutputWatch`].
+    pub(crate) fn watch(&self, cursor: u64) -> OutputWatch {
         let watcher = self.shared.output.lock().log.watch(cursor);
-        Watch {
+        OutputWatch {
             process: self.clone(),
             watcher,
         }
@@ -308,7 +308,7 @@ impl Process {
     /// # Errors
     ///
     /// The data, when the input queue is full.
-    pub fn try_write(&self, data: Bytes) -> Result<Written, Bytes> {
+    pub fn try_write(&self, data: Bytes) -> Result<InputWriteResult, Bytes> {
         // Count the write before the process can respond to it.
         self.shared.input.fetch_add(1, Ordering::SeqCst);
         let mut stdin = self.shared.stdin.lock();
@@ -319,16 +319,16 @@ impl Process {
             self.shared.wake.notify_one();
         }
         match pushed {
-            Push::Accepted => Ok(Written::Accepted),
-            Push::Closed => Ok(Written::Closed),
-            Push::Full(data) => Err(data),
+            PushResult::Accepted => Ok(InputWriteResult::Accepted),
+            PushResult::Closed => Ok(InputWriteResult::Closed),
+            PushResult::Full(data) => Err(data),
         }
     }
 
     /// Writes to the process's input; waits while the input queue is full.
     ///
     /// Cancel safe: a cancelled write has not been made.
-    pub async fn write(&self, mut data: Bytes) -> Written {
+    pub async fn write(&self, mut data: Bytes) -> InputWriteResult {
         loop {
             let room = self.shared.stdin_room.notified();
             tokio::pin!(room);
@@ -343,7 +343,7 @@ impl Process {
 
     /// Ends the process's input after the data written before: a pipe is closed, a terminal
     /// receives its end-of-input character.
-    pub async fn close_stdin(&self) -> Written {
+    pub async fn close_stdin(&self) -> InputWriteResult {
         if self.shared.has_terminal {
             let end = self
                 .shared
@@ -353,7 +353,7 @@ impl Process {
                 .map(terminal::end_of_input);
             return match end {
                 Some(end) => self.write(Bytes::copy_from_slice(&[end])).await,
-                None => Written::Closed,
+                None => InputWriteResult::Closed,
             };
         }
         let mut stdin = self.shared.stdin.lock();
@@ -361,9 +361,9 @@ impl Process {
         drop(stdin);
         self.shared.wake.notify_one();
         if open {
-            Written::Accepted
+            InputWriteResult::Accepted
         } else {
-            Written::Closed
+            InputWriteResult::Closed
         }
     }
 
@@ -372,7 +372,7 @@ impl Process {
     /// # Errors
     ///
     /// `NotConnected` when there is no terminal (any more).
-    pub fn resize(&self, size: Size) -> io::Result<()> {
+    pub fn resize(&self, size: PtySize) -> io::Result<()> {
         match self.shared.terminal.lock().as_ref() {
             Some(master) => terminal::resize(master, size),
             None => Err(io::ErrorKind::NotConnected.into()),
@@ -384,12 +384,12 @@ impl Process {
     /// # Errors
     ///
     /// Any IO error, when the process exists but may not be signalled.
-    pub async fn signal(&self, signal: Signal, scope: Scope) -> io::Result<()> {
+    pub async fn signal(&self, signal: Signal, scope: SignalRecipients) -> io::Result<()> {
         match scope {
-            Scope::Group => self.shared.signal_group(signal),
-            Scope::Leader => {
+            SignalRecipients::Group => self.shared.signal_group(signal),
+            SignalRecipients::Leader => {
                 let life = self.shared.life.lock();
-                if *life == Life::Running {
+                if *life == ProcessLife::Running {
                     match (&*self.shared.inside_pidfd.lock(), self.shared.inside) {
                         (Some(pidfd), _) => match pidfd_send_signal(pidfd, signal) {
                             // The command has ended, and the sandbox's first process is about to.
@@ -401,7 +401,7 @@ impl Process {
                     }
                 }
             }
-            Scope::Tree => self.tree().signal(signal).await,
+            SignalRecipients::Tree => self.tree().signal(signal).await,
         }
         Ok(())
     }
@@ -409,7 +409,7 @@ impl Process {
     /// Begins to terminate the process and its whole tree; returns true if it was still running.
     ///
     /// Has no effect once the log is closed: processes that outlive the log do not belong to it.
-    pub fn terminate(&self, end: End) -> bool {
+    pub fn terminate(&self, end: TerminationMethod) -> bool {
         let running = self.is_running();
         if !self.shared.is_closed() {
             self.shared.begin_to_end(end);
@@ -423,10 +423,10 @@ impl Process {
     /// This includes orphans that only may belong to its tree, because no evidence shows where they
     /// belong. Unlike [`Process::terminate`] this also terminates processes that outlived the
     /// closed log.
-    pub async fn terminate_and_wait(&self, end: End) -> (bool, Vec<(i32, String)>) {
+    pub async fn terminate_and_wait(&self, end: TerminationMethod) -> (bool, Vec<(i32, String)>) {
         let running = self.is_running();
         let how = self.shared.ending(end);
-        let Left { members, strays } = self.tree().end(how).await;
+        let RemainingProcesses { members, strays } = self.tree().end(how).await;
         if running && members.is_empty() {
             // The tree has ended, so the supervisor is about to detect the exit of its leader.
             let exited = self.wait_for(|log| log.exit().map(|_| ()));
@@ -447,18 +447,18 @@ impl Process {
     }
 
     fn is_running(&self) -> bool {
-        *self.shared.life.lock() == Life::Running
+        *self.shared.life.lock() == ProcessLife::Running
     }
 }
 
 /// A search of a process's output; applies backpressure until dropped.
 #[derive(Debug)]
-pub(crate) struct Watch {
+pub(crate) struct OutputWatch {
     process: Process,
     watcher: u64,
 }
 
-impl Watch {
+impl OutputWatch {
     /// Everything up to `cursor` was searched.
     pub(crate) fn advance(&self, cursor: u64) {
         let shared = &self.process.shared;
@@ -467,7 +467,7 @@ impl Watch {
     }
 }
 
-impl Drop for Watch {
+impl Drop for OutputWatch {
     fn drop(&mut self) {
         let shared = &self.process.shared;
         shared.output.lock().log.unwatch(self.watcher);
@@ -475,12 +475,12 @@ impl Drop for Watch {
     }
 }
 
-impl Shared {
+impl ProcessShared {
     /// Signals the process group, unless its leader was reaped and the number may mean another
     /// group.
     fn signal_group(&self, signal: Signal) {
         let life = self.life.lock();
-        if *life != Life::Running {
+        if *life != ProcessLife::Running {
             return;
         }
         // Fails only if the group is gone already, which is fine.
@@ -502,19 +502,19 @@ impl Shared {
     }
 
     /// The process group in which the command was started.
-    fn group(self: &Arc<Self>) -> tree::Group {
+    fn group(self: &Arc<Self>) -> tree::ProcessGroup {
         let shared = Arc::clone(self);
-        tree::Group {
+        tree::ProcessGroup {
             id: self.inside.unwrap_or(self.pid),
             signal: Box::new(move |signal| shared.signal_group(signal)),
         }
     }
 
-    fn ending(self: &Arc<Self>, end: End) -> Ending {
-        Ending {
+    fn ending(self: &Arc<Self>, end: TerminationMethod) -> TreeTermination {
+        TreeTermination {
             grace: match end {
-                End::Now => None,
-                End::Within(grace) => Some(grace),
+                TerminationMethod::Now => None,
+                TerminationMethod::Within(grace) => Some(grace),
             },
             patience: KILL_PATIENCE,
             groups: vec![self.group()],
@@ -522,7 +522,7 @@ impl Shared {
     }
 
     /// Begins to terminate the process and its tree, without waiting.
-    fn begin_to_end(self: &Arc<Self>, end: End) {
+    fn begin_to_end(self: &Arc<Self>, end: TerminationMethod) {
         let trees = Trees::of([&self.leader]).without_strays();
         trees.begin_to_end(self.ending(end));
     }
@@ -557,7 +557,7 @@ pub async fn end_all(processes: &[Process], grace: Duration) {
     if processes.is_empty() {
         return;
     }
-    let how = Ending {
+    let how = TreeTermination {
         grace: (!grace.is_zero()).then_some(grace),
         patience: KILL_PATIENCE,
         groups: processes.iter().map(|one| one.shared.group()).collect(),

@@ -22,7 +22,7 @@ const LARGE_BYTES: usize = 1024;
 
 /// Read schedule of one process.
 #[derive(Debug)]
-pub(super) struct Pace {
+pub(super) struct ReadSchedule {
     /// More bytes than this in an interval end a series: the process must not wait for space in the
     /// pipe.
     most: usize,
@@ -33,7 +33,7 @@ pub(super) struct Pace {
     input: u64,
 }
 
-impl Pace {
+impl ReadSchedule {
     /// Creates the schedule for a terminal or for pipes.
     pub(super) fn new(terminal: bool) -> Self {
         Self {
@@ -79,8 +79,8 @@ mod tests {
     const TICK: Duration = Duration::from_micros(100);
 
     /// A schedule after small reads in quick succession, and the time of the last one.
-    fn series() -> (Pace, Instant) {
-        let mut pace = Pace::new(false);
+    fn series() -> (ReadSchedule, Instant) {
+        let mut pace = ReadSchedule::new(false);
         let mut now = Instant::now();
         pace.took(now, 1, 0);
         for _ in 0..SERIES {
@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn output_after_input_and_large_output_start_no_series() {
-        let (mut pace, mut now) = (Pace::new(true), Instant::now());
+        let (mut pace, mut now) = (ReadSchedule::new(true), Instant::now());
         for input in 0..100 {
             pace.took(now, 1, input);
             assert_eq!(pace.next(now, input), None);

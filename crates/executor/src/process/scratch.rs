@@ -20,19 +20,19 @@ const CHUNKS: usize = 4;
 pub(super) const READ_BYTES: usize = CHUNKS * CHUNK_BYTES;
 
 /// Unused buffers for reuse: allocating new memory costs more than the read into it.
-static SPARE: Mutex<Vec<Memory>> = Mutex::new(Vec::new());
+static SPARE: Mutex<Vec<AlignedBuffer>> = Mutex::new(Vec::new());
 
 /// Maximum number of unused buffers: enough for four turns.
 const MAX_SPARE: usize = 4 * CHUNKS;
 
 /// Buffer for one chunk, aligned to a cache line: kernels copy a third slower to an unaligned
 /// address.
-struct Memory {
+struct AlignedBuffer {
     bytes: Box<[u8]>,
     start: usize,
 }
 
-impl Memory {
+impl AlignedBuffer {
     const LINE_BYTES: usize = 64;
 
     /// Returns a reused buffer if there is one, else a new one.
@@ -52,22 +52,25 @@ impl Memory {
     }
 }
 
-impl AsRef<[u8]> for Memory {
+impl AsRef<[u8]> for AlignedBuffer {
     fn as_ref(&self) -> &[u8] {
         &self.bytes[self.start..][..CHUNK_BYTES]
     }
 }
 
 /// A full chunk; its buffer is reused when the last reference is dropped.
-struct Full(Option<Memory>);
+struct FullChunk(Option<AlignedBuffer>);
 
-impl AsRef<[u8]> for Full {
+impl AsRef<[u8]> for FullChunk {
     fn as_ref(&self) -> &[u8] {
-        self.0.as_ref().map(Memory::as_ref).unwrap_or_default()
+        self.0
+            .as_ref()
+            .map(AlignedBuffer::as_ref)
+            .unwrap_or_default()
     }
 }
 
-impl Drop for Full {
+impl Drop for FullChunk {
     fn drop(&mut self) {
         let mut kept = SPARE.lock();
         if kept.len() < MAX_SPARE {
@@ -77,15 +80,15 @@ impl Drop for Full {
 }
 
 /// Target of reads; one per worker, not per process.
-pub(super) struct Scratch {
-    parts: [Memory; CHUNKS],
+pub(super) struct ReadScratch {
+    parts: [AlignedBuffer; CHUNKS],
     filled: usize,
 }
 
-impl Scratch {
+impl ReadScratch {
     pub(super) fn new() -> Self {
         Self {
-            parts: std::array::from_fn(|_| Memory::get()),
+            parts: std::array::from_fn(|_| AlignedBuffer::get()),
             filled: 0,
         }
     }
@@ -127,8 +130,8 @@ impl Scratch {
             match length {
                 0 => None,
                 CHUNK_BYTES => {
-                    let full = std::mem::replace(part, Memory::get());
-                    Some(Bytes::from_owner(Full(Some(full))))
+                    let full = std::mem::replace(part, AlignedBuffer::get());
+                    Some(Bytes::from_owner(FullChunk(Some(full))))
                 }
                 _ => Some(Bytes::copy_from_slice(&part.as_ref()[..length])),
             }
@@ -146,7 +149,7 @@ mod tests {
     fn taken_chunks_stay_unchanged_during_later_reads() {
         let (read, write) = rustix::pipe::pipe_with(PipeFlags::NONBLOCK).unwrap();
         rustix::pipe::fcntl_setpipe_size(&write, 1 << 20).unwrap();
-        let mut scratch = Scratch::new();
+        let mut scratch = ReadScratch::new();
         let mut kept: Vec<(u8, Vec<Bytes>)> = Vec::new();
         for (number, parts) in [
             &[1][..],

@@ -1,4 +1,4 @@
-//! Process start: from a `Spec` to a running, supervised process.
+//! Process start: from a `ProcessSpec` to a running, supervised process.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -15,47 +15,50 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
 
-use super::stdin::Stdin;
-use super::supervise::{Guard, Source, Supervisor};
-use super::{Life, Listeners, Orders, Output, Owner, Process, Shared, terminal};
-use crate::executor::{Executor, Slot};
-use crate::limits::{self, Applied};
-use crate::log::{Log, Retention, Stream};
-use crate::sandbox::{self, Errand, Inside, Ledger, Prison, launcher};
-use crate::spec::{Prepared, Spec, StartError, Stdio, Timeout};
-use crate::tree::{self, Leader, TAG_RESOURCE, Tag};
-use exec_server_sys::launch::{Launch, LaunchError, Step, launch};
+use super::stdin::StdinQueue;
+use super::supervise::{OutputSource, SandboxGuard, Supervisor};
+use super::{
+    LastHandle, OutputState, Process, ProcessLife, ProcessListeners, ProcessShared,
+    SupervisorRequests, terminal,
+};
+use crate::executor::{Executor, ProcessSlot};
+use crate::limits::{self, ChildLimits};
+use crate::log::{Log, OutputStream, Retention};
+use crate::sandbox::{self, OrderFile, PendingLaunch, PreparedSandbox, SandboxedChild, launcher};
+use crate::spec::{PreparedSpec, ProcessSpec, StartError, Stdio, Timeout};
+use crate::tree::{self, Leader, TAG_RESOURCE, TreeTag};
+use exec_server_sys::launch::{Launch, SpawnError, SpawnStep, launch};
 use exec_server_sys::poll;
 
 /// A running child process and everything that its supervisor needs.
 ///
 /// The launch creates it; a process that another server handed over would be represented the same
 /// way.
-struct Running {
-    child: Child,
+struct RunningChild {
+    child: OwnedChild,
     leader: Leader,
-    ends: Ends,
-    applied: Applied,
-    sandbox: Option<Sandboxed>,
-    listeners: Option<Listeners>,
+    ends: ServerEnds,
+    applied: ChildLimits,
+    sandbox: Option<SandboxState>,
+    listeners: Option<ProcessListeners>,
 }
 
 /// Additional state of a sandboxed process.
-struct Sandboxed {
-    prison: Prison,
-    inside: Option<Inside>,
-    ledger: Option<Ledger>,
+struct SandboxState {
+    prison: PreparedSandbox,
+    inside: Option<SandboxedChild>,
+    ledger: Option<OrderFile>,
 }
 
 /// A child process that is killed and reaped on drop, unless it was adopted.
-struct Child {
+struct OwnedChild {
     executor: Executor,
     pid: Pid,
     /// `None` once adopted.
     pidfd: Option<OwnedFd>,
 }
 
-impl Drop for Child {
+impl Drop for OwnedChild {
     fn drop(&mut self) {
         if self.pidfd.take().is_some() {
             let _ = rustix::process::kill_process_group(self.pid, Signal::KILL);
@@ -68,7 +71,7 @@ impl Drop for Child {
 }
 
 /// The server's ends of a child's standard streams.
-enum Ends {
+enum ServerEnds {
     Pipes {
         stdin: Option<OwnedFd>,
         stdout: OwnedFd,
@@ -79,8 +82,8 @@ enum Ends {
 
 pub(crate) async fn start(
     executor: &Executor,
-    slot: Slot,
-    spec: Spec,
+    slot: ProcessSlot,
+    spec: ProcessSpec,
 ) -> Result<Process, StartError> {
     let retention = spec.retention.unwrap_or(executor.limits().retention);
     let timeout = spec.timeout;
@@ -93,9 +96,9 @@ pub(crate) async fn start(
 }
 
 /// Starts the child; blocks until it has executed its program.
-fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError> {
+fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild, StartError> {
     let system = |action| move |source| StartError::System { action, source };
-    let prepared = Prepared::new(spec)?;
+    let prepared = PreparedSpec::new(spec)?;
     let prison = match (&spec.sandbox, &spec.network) {
         (Some(sandbox), _) if sandbox.permissions != Permissions::Disabled => {
             let host = executor.sandbox_host()?;
@@ -106,13 +109,13 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
             let host = executor.sandbox_host()?;
             Some(sandbox::prepare_network(network, host)?)
         }
-        (Some(_), None) => Some(Prison::open()),
+        (Some(_), None) => Some(PreparedSandbox::open()),
         (None, None) => None,
     };
     let is_confined = prison.as_ref().is_some_and(|prison| !prison.is_open());
-    let own_processes = prison.as_ref().map_or(0, Prison::own_processes);
+    let own_processes = prison.as_ref().map_or(0, PreparedSandbox::own_processes);
     let applied = limits::prepare(&spec.limits, own_processes)?;
-    let tag = Tag::fresh();
+    let tag = TreeTag::fresh();
     let since = tree::clock();
     let mut rlimits = vec![(TAG_RESOURCE, tag.0)];
     if !is_confined {
@@ -134,7 +137,7 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
             stdin = input;
             stdout = Some(out_write);
             stderr = Some(err_write);
-            ends = Ends::Pipes {
+            ends = ServerEnds::Pipes {
                 stdin: ours,
                 stdout: out_read,
                 stderr: err_read,
@@ -145,7 +148,7 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
             stdin = Some(high(child).map_err(system("open a terminal"))?);
             stdout = None;
             stderr = None;
-            ends = Ends::Terminal(high(master).map_err(system("open a terminal"))?);
+            ends = ServerEnds::Terminal(high(master).map_err(system("open a terminal"))?);
         }
     }
     let input = stdin.as_ref().map_or(executor.null(), |fd| fd.as_fd());
@@ -154,13 +157,13 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
         .iter()
         .map(|group| group.procs.as_fd())
         .collect();
-    let terminal = matches!(ends, Ends::Terminal(_));
+    let terminal = matches!(ends, ServerEnds::Terminal(_));
     let strings = |texts: &'_ [CString]| -> Vec<_> { texts.to_vec() };
     // In a sandbox, the command is sent to the launcher in a message; the arguments and the
     // environment of the launcher do not contain it.
     let errand = match &prison {
         Some(prison) if is_confined => {
-            let errand = Errand::run(prison, &prepared, &applied.rlimits, terminal);
+            let errand = PendingLaunch::run(prison, &prepared, &applied.rlimits, terminal);
             Some(errand.map_err(system("prepare the sandbox launcher"))?)
         }
         _ => None,
@@ -179,15 +182,15 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
             prepared.cwd.as_c_str(),
         ),
     };
-    let own_session = prison.as_ref().is_some_and(Prison::has_namespaces);
-    let extra = errand.as_ref().map(Errand::descriptors);
+    let own_session = prison.as_ref().is_some_and(PreparedSandbox::has_namespaces);
+    let extra = errand.as_ref().map(PendingLaunch::descriptors);
     let (pid, pidfd) = executor
         .register(|| {
             let stdout = stdout.as_ref().map_or(input, |fd| fd.as_fd());
             let stderr = stderr.as_ref().map_or(input, |fd| fd.as_fd());
             let controlling_terminal = terminal && !own_session;
             if let Some(errand) = &errand {
-                let request = sandbox::Request {
+                let request = sandbox::ForkRequest {
                     streams: [input, stdout, stderr],
                     errand,
                     limits: &rlimits,
@@ -216,7 +219,7 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
         })
         .map_err(|error| explain(error, spec, errand.is_some()))?;
     let registered = Leader::new(pid, tag, since);
-    let child = Child {
+    let child = OwnedChild {
         executor: executor.clone(),
         pid,
         pidfd: Some(pidfd),
@@ -230,16 +233,16 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
     };
     let listeners = match &spec.network {
         None => None,
-        Some(network) => Some(Listeners::new(network, listeners)?),
+        Some(network) => Some(ProcessListeners::new(network, listeners)?),
     };
-    let sandbox = prison.map(|prison| Sandboxed {
+    let sandbox = prison.map(|prison| SandboxState {
         inside: leader
             .filter(|_| own_session)
             .and_then(|pid| sandbox::inside(pid, |pid| tree::is_member(pid, tag))),
         ledger: ledger.filter(|_| own_session),
         prison,
     });
-    Ok(Running {
+    Ok(RunningChild {
         child,
         leader: registered,
         ends,
@@ -253,41 +256,45 @@ fn pointers(texts: &[CString]) -> Vec<&CStr> {
     texts.iter().map(CString::as_c_str).collect()
 }
 
-fn explain(LaunchError { step, source }: LaunchError, spec: &Spec, launcher: bool) -> StartError {
+fn explain(
+    SpawnError { step, source }: SpawnError,
+    spec: &ProcessSpec,
+    launcher: bool,
+) -> StartError {
     match step {
-        Step::Execute | Step::Directory if launcher => StartError::System {
+        SpawnStep::Execute | SpawnStep::Directory if launcher => StartError::System {
             action: "execute the sandbox launcher",
             source,
         },
-        Step::Directory => StartError::WorkingDirectory {
+        SpawnStep::Directory => StartError::WorkingDirectory {
             path: spec.cwd.clone(),
             source,
         },
-        Step::Execute => StartError::Program {
+        SpawnStep::Execute => StartError::Program {
             program: spec.argv.first().cloned().unwrap_or_default(),
             source,
         },
-        Step::Clone => StartError::System {
+        SpawnStep::Clone => StartError::System {
             action: "start a process",
             source,
         },
-        Step::Terminal => StartError::System {
+        SpawnStep::Terminal => StartError::System {
             action: "set the controlling terminal",
             source,
         },
-        Step::Descriptors => StartError::System {
+        SpawnStep::Descriptors => StartError::System {
             action: "set up standard streams",
             source,
         },
-        Step::Limit(TAG_RESOURCE) => StartError::System {
+        SpawnStep::Limit(TAG_RESOURCE) => StartError::System {
             action: "tag the process",
             source,
         },
-        Step::Limit(_) => StartError::System {
+        SpawnStep::Limit(_) => StartError::System {
             action: "set a resource limit",
             source,
         },
-        Step::Group => StartError::System {
+        SpawnStep::Group => StartError::System {
             action: "join a control group",
             source,
         },
@@ -310,12 +317,12 @@ fn high(fd: OwnedFd) -> io::Result<OwnedFd> {
 /// Creates the handle and the supervisor of a running child.
 fn adopt(
     executor: &Executor,
-    slot: Slot,
-    running: Running,
+    slot: ProcessSlot,
+    running: RunningChild,
     retention: Retention,
     timeout: Option<Timeout>,
 ) -> io::Result<Process> {
-    let Running {
+    let RunningChild {
         mut child,
         leader,
         ends,
@@ -331,33 +338,36 @@ fn adopt(
     let mut sources = Vec::with_capacity(2);
     let mut master = None;
     let stdin = match ends {
-        Ends::Pipes {
+        ServerEnds::Pipes {
             stdin,
             stdout,
             stderr,
         } => {
-            for (fd, stream) in [(stdout, Stream::Stdout), (stderr, Stream::Stderr)] {
-                sources.push(Source::new(readable(fd, Interest::READABLE)?, stream));
+            for (fd, stream) in [
+                (stdout, OutputStream::Stdout),
+                (stderr, OutputStream::Stderr),
+            ] {
+                sources.push(OutputSource::new(readable(fd, Interest::READABLE)?, stream));
             }
             let stdin = stdin
                 .map(|fd| readable(fd, Interest::WRITABLE))
                 .transpose()?;
-            Stdin::new(stdin, false)
+            StdinQueue::new(stdin, false)
         }
-        Ends::Terminal(fd) => {
+        ServerEnds::Terminal(fd) => {
             let fd = readable(fd, Interest::READABLE | Interest::WRITABLE)?;
-            sources.push(Source::new(Arc::clone(&fd), Stream::Pty));
+            sources.push(OutputSource::new(Arc::clone(&fd), OutputStream::Pty));
             master = Some(Arc::clone(&fd));
-            Stdin::new(Some(fd), true)
+            StdinQueue::new(Some(fd), true)
         }
     };
     let (inside, enforcement, facts, placeholders, ledger) = match sandbox {
-        Some(Sandboxed {
+        Some(SandboxState {
             prison,
             inside,
             ledger,
         }) => {
-            let Prison {
+            let PreparedSandbox {
                 enforcement,
                 facts,
                 placeholders,
@@ -367,8 +377,10 @@ fn adopt(
         }
         None => Default::default(),
     };
-    let (inside, inside_pidfd) = inside.map(|Inside { pid, pidfd }| (pid, pidfd)).unzip();
-    let shared = Arc::new(Shared {
+    let (inside, inside_pidfd) = inside
+        .map(|SandboxedChild { pid, pidfd }| (pid, pidfd))
+        .unzip();
+    let shared = Arc::new(ProcessShared {
         pid,
         inside,
         inside_pidfd: Mutex::new(inside_pidfd),
@@ -376,12 +388,12 @@ fn adopt(
         listeners: Mutex::new(listeners),
         leader,
         started_at: SystemTime::now(),
-        output: Mutex::new(Output {
+        output: Mutex::new(OutputState {
             log: Log::metered(retention, executor.meter()),
             follower: None,
         }),
         changed: Notify::new(),
-        life: Mutex::new(Life::Running),
+        life: Mutex::new(ProcessLife::Running),
         stdin: Mutex::new(stdin),
         input: AtomicU64::new(0),
         is_paced: AtomicBool::new(false),
@@ -389,7 +401,7 @@ fn adopt(
         has_terminal: master.is_some(),
         terminal: Mutex::new(master),
         wake: Notify::new(),
-        orders: Mutex::new(Orders::default()),
+        orders: Mutex::new(SupervisorRequests::default()),
         discarded: AtomicU64::new(0),
         groups: Mutex::new(applied.groups),
     });
@@ -402,7 +414,7 @@ fn adopt(
         pidfd,
         sources,
         timeout,
-        Guard {
+        SandboxGuard {
             facts,
             _placeholders: placeholders,
             ledger,
@@ -411,7 +423,7 @@ fn adopt(
     // The task holds the process state: it ends when the process has ended, or when the last handle
     // is dropped.
     tokio::spawn(supervisor.run());
-    let owner = Arc::new(Owner(Arc::clone(&shared)));
+    let owner = Arc::new(LastHandle(Arc::clone(&shared)));
     Ok(Process {
         shared,
         _owner: owner,

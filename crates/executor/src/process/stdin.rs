@@ -18,7 +18,7 @@ const TOGETHER_BYTES: usize = 32 * 1024;
 
 /// The write end of a child's input, and the queue.
 #[derive(Debug)]
-pub(crate) struct Stdin {
+pub(crate) struct StdinQueue {
     /// `None` once closed or broken, or if there never was an input.
     file: Option<Arc<AsyncFd<OwnedFd>>>,
     /// Whether it is a terminal, which stays open for reading after its input has failed.
@@ -33,7 +33,7 @@ pub(crate) struct Stdin {
 
 /// Result of an attempt to write.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Push {
+pub(crate) enum PushResult {
     /// Written or queued.
     Accepted,
     /// The queue is full; contains the data.
@@ -42,7 +42,7 @@ pub(crate) enum Push {
     Closed,
 }
 
-impl Stdin {
+impl StdinQueue {
     pub(crate) fn new(file: Option<Arc<AsyncFd<OwnedFd>>>, terminal: bool) -> Self {
         let queue = VecDeque::new();
         Self {
@@ -56,15 +56,15 @@ impl Stdin {
     }
 
     /// Writes what fits without blocking and queues the rest, if the queue has space.
-    pub(crate) fn push(&mut self, data: Bytes) -> Push {
+    pub(crate) fn push(&mut self, data: Bytes) -> PushResult {
         if self.file.is_none() || self.closing {
-            return Push::Closed;
+            return PushResult::Closed;
         }
         if self.queued >= QUEUE_BYTES {
-            return Push::Full(data);
+            return PushResult::Full(data);
         }
         if data.is_empty() {
-            return Push::Accepted;
+            return PushResult::Accepted;
         }
         // Each write wakes a child that waits for it, which may cost more than the copy. Large data
         // is left to the supervisor, which writes everything that has arrived by its next turn in
@@ -76,9 +76,9 @@ impl Stdin {
             self.drain();
         }
         if self.file.is_none() {
-            Push::Closed
+            PushResult::Closed
         } else {
-            Push::Accepted
+            PushResult::Accepted
         }
     }
 

@@ -20,35 +20,35 @@ use rustix::process::Signal;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-use super::pace::Pace;
-use super::scratch::{CHUNK_BYTES, READ_BYTES, Scratch};
-use super::{End, Life, Shared, sleep_until};
-use crate::executor::{Executor, Slot};
-use crate::log::{Close, Exit, Stream};
-use crate::sandbox::Ledger;
-use crate::sandbox::denial::{self, Facts};
+use super::pace::ReadSchedule;
+use super::scratch::{CHUNK_BYTES, READ_BYTES, ReadScratch};
+use super::{ProcessLife, ProcessShared, TerminationMethod, sleep_until};
+use crate::executor::{Executor, ProcessSlot};
+use crate::log::{Exit, LogEnd, OutputStream};
+use crate::sandbox::OrderFile;
+use crate::sandbox::denial::{self, DenialFacts};
 use crate::sandbox::placeholder::Placeholder;
 use crate::spec::Timeout;
-use exec_server_sys::reap::Usage;
+use exec_server_sys::reap::ResourceUsage;
 
 /// Bytes read from a child's pipes between its death and the `exited` entry. More than the capacity
 /// of any pipe, so that only output of descendants can follow `exited`.
 const DRAIN_BYTES: usize = super::LARGE_PIPE_BYTES + READ_BYTES;
 
 thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::new());
+    static SCRATCH: RefCell<ReadScratch> = RefCell::new(ReadScratch::new());
 }
 
 /// One open output of the child.
-pub(super) struct Source {
+pub(super) struct OutputSource {
     file: Arc<AsyncFd<OwnedFd>>,
-    stream: Stream,
+    stream: OutputStream,
     /// Whether the pipe capacity was raised already.
     enlarged: bool,
 }
 
 /// Result of a read.
-enum Took {
+enum ReadOutcome {
     /// Bytes read; there may be more.
     Some(usize),
     /// No data for now.
@@ -57,8 +57,8 @@ enum Took {
     End,
 }
 
-impl Source {
-    pub(super) fn new(file: Arc<AsyncFd<OwnedFd>>, stream: Stream) -> Self {
+impl OutputSource {
+    pub(super) fn new(file: Arc<AsyncFd<OwnedFd>>, stream: OutputStream) -> Self {
         Self {
             file,
             stream,
@@ -70,12 +70,12 @@ impl Source {
     fn poll_take(
         &mut self,
         cx: &mut Context<'_>,
-        sink: impl FnOnce(Stream, &mut Scratch),
-    ) -> Poll<Took> {
+        sink: impl FnOnce(OutputStream, &mut ReadScratch),
+    ) -> Poll<ReadOutcome> {
         let file = Arc::clone(&self.file);
         let mut guard = match file.poll_read_ready(cx) {
             Poll::Ready(Ok(guard)) => guard,
-            Poll::Ready(Err(_)) => return Poll::Ready(Took::End),
+            Poll::Ready(Err(_)) => return Poll::Ready(ReadOutcome::End),
             Poll::Pending => return Poll::Pending,
         };
         let (took, empty) = self.take(sink);
@@ -86,7 +86,7 @@ impl Source {
     }
 
     /// Reads a few chunks and passes them to `sink`; also returns whether the source is empty now.
-    fn take(&mut self, sink: impl FnOnce(Stream, &mut Scratch)) -> (Took, bool) {
+    fn take(&mut self, sink: impl FnOnce(OutputStream, &mut ReadScratch)) -> (ReadOutcome, bool) {
         SCRATCH.with_borrow_mut(|scratch| {
             let (mut ended, mut empty) = (false, false);
             scratch.clear();
@@ -96,7 +96,7 @@ impl Source {
                     Ok(0) => ended = true,
                     // A pipe that returns less than requested is empty; a terminal returns small
                     // parts.
-                    Ok(read) => empty = read < room && self.stream != Stream::Pty,
+                    Ok(read) => empty = read < room && self.stream != OutputStream::Pty,
                     Err(Errno::AGAIN) => empty = true,
                     Err(Errno::INTR) => {}
                     // A terminal ends with EIO when its last user has closed it.
@@ -105,30 +105,37 @@ impl Source {
             }
             let filled = scratch.filled();
             if filled == 0 {
-                return (if ended { Took::End } else { Took::Nothing }, empty);
+                return (
+                    if ended {
+                        ReadOutcome::End
+                    } else {
+                        ReadOutcome::Nothing
+                    },
+                    empty,
+                );
             }
             sink(self.stream, scratch);
-            if filled >= CHUNK_BYTES && !self.enlarged && self.stream != Stream::Pty {
+            if filled >= CHUNK_BYTES && !self.enlarged && self.stream != OutputStream::Pty {
                 self.enlarged = true;
                 let size = super::LARGE_PIPE_BYTES;
                 let _ = rustix::pipe::fcntl_setpipe_size(self.file.get_ref(), size);
             }
             // The next read returns the end of the stream again.
-            (Took::Some(filled), empty)
+            (ReadOutcome::Some(filled), empty)
         })
     }
 }
 
 pub(super) struct Supervisor {
-    shared: Arc<Shared>,
+    shared: Arc<ProcessShared>,
     executor: Executor,
-    slot: Option<Slot>,
+    slot: Option<ProcessSlot>,
     pidfd: AsyncFd<OwnedFd>,
-    sources: Vec<Source>,
+    sources: Vec<OutputSource>,
     /// Index of the source to poll first, so that both are served.
     turn: usize,
     /// Schedule of the reads.
-    pace: Pace,
+    pace: ReadSchedule,
     timeout: Option<Timeout>,
     /// Time of the timeout's next step.
     alarm: Option<Instant>,
@@ -136,27 +143,27 @@ pub(super) struct Supervisor {
     /// Start of the silence, once the child has ended.
     quiet_since: Option<Instant>,
     /// Dropped when the child has ended.
-    guard: Option<Guard>,
+    guard: Option<SandboxGuard>,
 }
 
 /// State that is needed when a sandboxed child ends.
-pub(super) struct Guard {
+pub(super) struct SandboxGuard {
     /// Facts for the detection of sandbox denials.
-    pub(super) facts: Facts,
+    pub(super) facts: DenialFacts,
     /// Held until the child has ended.
     pub(super) _placeholders: Vec<Placeholder>,
     /// File in which the launcher reports the resource usage of its command.
-    pub(super) ledger: Option<Ledger>,
+    pub(super) ledger: Option<OrderFile>,
 }
 
-impl Guard {
-    fn usage(&self) -> Option<Usage> {
-        self.ledger.as_ref().and_then(Ledger::usage)
+impl SandboxGuard {
+    fn usage(&self) -> Option<ResourceUsage> {
+        self.ledger.as_ref().and_then(OrderFile::usage)
     }
 }
 
 /// Reason why the supervisor woke.
-enum Wake {
+enum WakeReason {
     Output(usize),
     Ended,
     StdinWritable,
@@ -166,16 +173,16 @@ enum Wake {
 
 impl Supervisor {
     pub(super) fn new(
-        shared: Arc<Shared>,
+        shared: Arc<ProcessShared>,
         executor: Executor,
-        slot: Slot,
+        slot: ProcessSlot,
         pidfd: AsyncFd<OwnedFd>,
-        sources: Vec<Source>,
+        sources: Vec<OutputSource>,
         timeout: Option<Timeout>,
-        guard: Guard,
+        guard: SandboxGuard,
     ) -> Self {
         let alarm = timeout.map(|timeout| Instant::now() + timeout.after);
-        let pace = Pace::new(shared.has_terminal);
+        let pace = ReadSchedule::new(shared.has_terminal);
         Self {
             pace,
             shared,
@@ -195,17 +202,17 @@ impl Supervisor {
     pub(super) async fn run(mut self) {
         loop {
             match self.wait().await {
-                Wake::Output(bytes) => {
+                WakeReason::Output(bytes) => {
                     let input = self.shared.input.load(Ordering::Relaxed);
                     self.pace.took(Instant::now(), bytes, input);
                     if bytes > 0 && self.quiet_since.is_some() {
                         self.quiet_since = Some(Instant::now());
                     }
                 }
-                Wake::StdinWritable => self.feed_stdin(),
-                Wake::Ended => self.reap(),
-                Wake::Alarm => self.ring(),
-                Wake::Orders => {
+                WakeReason::StdinWritable => self.feed_stdin(),
+                WakeReason::Ended => self.reap(),
+                WakeReason::Alarm => self.ring(),
+                WakeReason::Orders => {
                     if self.shared.orders.lock().abandoned {
                         return self.abandon().await;
                     }
@@ -219,7 +226,7 @@ impl Supervisor {
     }
 
     /// Waits for the next event, and reads output meanwhile.
-    async fn wait(&mut self) -> Wake {
+    async fn wait(&mut self) -> WakeReason {
         let room = self.shared.output.lock().log.has_room();
         let writable = self.shared.stdin.lock().waiting().cloned();
         let quiet_end = self
@@ -239,15 +246,15 @@ impl Supervisor {
         } = self;
         tokio::select! {
             biased;
-            () = shared.wake.notified() => Wake::Orders,
+            () = shared.wake.notified() => WakeReason::Orders,
             bytes = take_output(shared, sources, turn), if taking && !sources.is_empty() => {
-                Wake::Output(bytes)
+                WakeReason::Output(bytes)
             }
-            _ = pidfd.readable(), if running => Wake::Ended,
+            _ = pidfd.readable(), if running => WakeReason::Ended,
             () = writable_or_never(writable.as_deref()), if writable.is_some() => {
-                Wake::StdinWritable
+                WakeReason::StdinWritable
             }
-            () = sleep_until(alarm.map(Into::into)), if alarm.is_some() => Wake::Alarm,
+            () = sleep_until(alarm.map(Into::into)), if alarm.is_some() => WakeReason::Alarm,
         }
     }
 
@@ -308,11 +315,14 @@ impl Supervisor {
             }
         };
         self.shared.leader.ended();
-        *life = Life::Ended;
+        *life = ProcessLife::Ended;
         drop(life);
         self.drain();
         let guard = self.guard.take();
-        let inside = guard.as_ref().and_then(Guard::usage).unwrap_or_default();
+        let inside = guard
+            .as_ref()
+            .and_then(SandboxGuard::usage)
+            .unwrap_or_default();
         let facts = guard.map(|guard| guard.facts).unwrap_or_default();
         let (code, signal, usage) = match reaped {
             Some(reaped) => {
@@ -320,7 +330,7 @@ impl Supervisor {
                 let code = reaped.code.unwrap_or_else(|| 128 + signal.unwrap_or(0));
                 (code, signal, reaped.usage)
             }
-            None => (-1, None, Usage::default()),
+            None => (-1, None, ResourceUsage::default()),
         };
         let mut exit = Exit {
             code,
@@ -341,7 +351,7 @@ impl Supervisor {
             self.release_files();
             self.shared.append(|log| {
                 log.exited(exit);
-                log.closed(Close::default());
+                log.closed(LogEnd::default());
             });
         } else {
             self.shared.append(|log| log.exited(exit));
@@ -361,9 +371,9 @@ impl Supervisor {
             let mut drained = 0;
             while drained < DRAIN_BYTES && shared.output.lock().log.has_room() {
                 match source.take(|stream, read| append(shared, stream, read)).0 {
-                    Took::Some(bytes) => drained += bytes,
-                    Took::End => return false,
-                    Took::Nothing => break,
+                    ReadOutcome::Some(bytes) => drained += bytes,
+                    ReadOutcome::End => return false,
+                    ReadOutcome::Nothing => break,
                 }
             }
             true
@@ -378,7 +388,8 @@ impl Supervisor {
         }
         self.timed_out = true;
         self.alarm = None;
-        self.shared.begin_to_end(End::Within(timeout.grace));
+        self.shared
+            .begin_to_end(TerminationMethod::Within(timeout.grace));
     }
 
     /// Closes descriptors that the log does not need any more.
@@ -393,7 +404,7 @@ impl Supervisor {
         if !self.shared.is_closed() {
             self.release_files();
             let inherited_output = !self.sources.is_empty();
-            let close = Close {
+            let close = LogEnd {
                 inherited_output,
                 discarded_bytes: 0,
             };
@@ -422,7 +433,7 @@ impl Supervisor {
             self.sources.clear();
             self.release_files();
             self.shared.signal_group(Signal::KILL);
-            self.shared.begin_to_end(End::Now);
+            self.shared.begin_to_end(TerminationMethod::Now);
             while self.quiet_since.is_none() {
                 let _ = self.pidfd.readable().await;
                 self.reap();
@@ -431,7 +442,7 @@ impl Supervisor {
     }
 }
 
-fn append(shared: &Shared, stream: Stream, scratch: &mut Scratch) {
+fn append(shared: &ProcessShared, stream: OutputStream, scratch: &mut ReadScratch) {
     if scratch.filled() <= CHUNK_BYTES {
         let only = scratch.take().next().unwrap_or_default();
         return shared.append(|log| log.output(stream, only));
@@ -446,7 +457,11 @@ fn append(shared: &Shared, stream: Stream, scratch: &mut Scratch) {
 }
 
 /// Reads output from the available sources in turn; 0 when one has ended.
-async fn take_output(shared: &Shared, sources: &mut Vec<Source>, turn: &mut usize) -> usize {
+async fn take_output(
+    shared: &ProcessShared,
+    sources: &mut Vec<OutputSource>,
+    turn: &mut usize,
+) -> usize {
     poll_fn(|cx| {
         poll_sources(sources, turn, cx, |stream, read| {
             append(shared, stream, read)
@@ -456,28 +471,28 @@ async fn take_output(shared: &Shared, sources: &mut Vec<Source>, turn: &mut usiz
 }
 
 /// Reads and discards output.
-async fn discard_output(sources: &mut Vec<Source>, turn: &mut usize) -> usize {
+async fn discard_output(sources: &mut Vec<OutputSource>, turn: &mut usize) -> usize {
     poll_fn(|cx| poll_sources(sources, turn, cx, |_, _| {})).await
 }
 
 fn poll_sources(
-    sources: &mut Vec<Source>,
+    sources: &mut Vec<OutputSource>,
     turn: &mut usize,
     cx: &mut Context<'_>,
-    mut sink: impl FnMut(Stream, &mut Scratch),
+    mut sink: impl FnMut(OutputStream, &mut ReadScratch),
 ) -> Poll<usize> {
     *turn += 1;
     for offset in 0..sources.len() {
         let at = (*turn + offset) % sources.len();
         loop {
             match sources[at].poll_take(cx, &mut sink) {
-                Poll::Ready(Took::Some(bytes)) => return Poll::Ready(bytes),
-                Poll::Ready(Took::End) => {
+                Poll::Ready(ReadOutcome::Some(bytes)) => return Poll::Ready(bytes),
+                Poll::Ready(ReadOutcome::End) => {
                     sources.remove(at);
                     return Poll::Ready(0);
                 }
                 // Poll again: the source registers its waker once it is known to be empty.
-                Poll::Ready(Took::Nothing) => {}
+                Poll::Ready(ReadOutcome::Nothing) => {}
                 Poll::Pending => break,
             }
         }

@@ -6,10 +6,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::pty::OpenptFlags;
 use rustix::termios::{SpecialCodeIndex, Winsize};
 
-use crate::spec::Size;
+use crate::spec::PtySize;
 
 /// Opens a terminal of this size; returns the server's end and the child's end.
-pub(crate) fn open(size: Size) -> io::Result<(OwnedFd, OwnedFd)> {
+pub(crate) fn open(size: PtySize) -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
     let master = rustix::pty::openpt(flags)?;
     rustix::pty::unlockpt(&master)?;
@@ -19,7 +19,7 @@ pub(crate) fn open(size: Size) -> io::Result<(OwnedFd, OwnedFd)> {
 }
 
 /// Resizes the terminal; the kernel sends SIGWINCH to the foreground process group.
-pub(crate) fn resize(master: impl AsFd, size: Size) -> io::Result<()> {
+pub(crate) fn resize(master: impl AsFd, size: PtySize) -> io::Result<()> {
     let size = Winsize {
         ws_row: size.rows,
         ws_col: size.cols,

@@ -8,7 +8,7 @@ use exec_server_protocol::sandbox::{Denial, DenialKind};
 
 /// Properties of a sandbox that determine which errors it can cause.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Facts {
+pub(crate) struct DenialFacts {
     /// Whether anything is enforced.
     pub(crate) confined: bool,
     /// Whether some paths are not writable.
@@ -39,7 +39,7 @@ const MAX_LINE: usize = 4096;
 /// Returns what the sandbox denied, as far as the output of a failed command shows; `None` if there
 /// is no sign of a denial.
 pub(crate) fn classify<'a>(
-    facts: Facts,
+    facts: DenialFacts,
     code: i32,
     signal: Option<i32>,
     output: impl Iterator<Item = &'a [u8]>,
@@ -71,7 +71,7 @@ pub(crate) fn classify<'a>(
 }
 
 /// Searches one line for a denial and adds it to `found`; returns whether it contained one.
-fn look(facts: Facts, line: &[u8], found: &mut Vec<Denial>) -> bool {
+fn look(facts: DenialFacts, line: &[u8], found: &mut Vec<Denial>) -> bool {
     let lower = String::from_utf8_lossy(line).to_lowercase();
     let has = |texts: &[&str]| texts.iter().any(|text| lower.contains(text));
     let kind = if (facts.read_only && has(READ_ONLY)) || (facts.refuses_access && has(ACCESS)) {
@@ -129,14 +129,14 @@ fn path_in(line: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    const ALL: Facts = Facts {
+    const ALL: DenialFacts = DenialFacts {
         confined: true,
         read_only: true,
         refuses_access: true,
         network: true,
     };
 
-    fn told(facts: Facts, code: i32, output: &str) -> Option<Vec<Denial>> {
+    fn told(facts: DenialFacts, code: i32, output: &str) -> Option<Vec<Denial>> {
         classify(facts, code, None, std::iter::once(output.as_bytes()))
     }
 
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn classify_ignores_errors_that_the_sandbox_cannot_cause() {
-        let nothing = Facts::default();
+        let nothing = DenialFacts::default();
         assert_eq!(told(nothing, 1, "Permission denied"), None);
         assert_eq!(told(ALL, 0, "Permission denied"), None);
         assert_eq!(
@@ -175,7 +175,7 @@ mod tests {
             None
         );
         assert_eq!(told(ALL, 127, "sh: nothing: not found"), None);
-        let open = Facts {
+        let open = DenialFacts {
             refuses_access: false,
             network: false,
             ..ALL

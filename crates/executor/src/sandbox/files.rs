@@ -9,26 +9,28 @@ use std::sync::Arc;
 use exec_server_protocol::chunk::ByteChunk;
 use exec_server_protocol::fs::{FsMethod, FsRequest, FsResponse, OpenMode};
 use exec_server_protocol::sandbox::{
-    Access, EntryPath, FileSystem, Network, Permissions, Sandbox, Special,
+    EntryPath, FilePermissions, NetworkPermission, PathAccess, Permissions, Sandbox, SpecialPath,
 };
 
-use super::helper::{Frame, Reply, Request};
-use super::policy::{self, CachedDisk, Context, Disk, RealDisk};
-use super::pool::{Asking, Key, Remembered};
+use super::helper::{HelperFrame, HelperRequest, HelperResponse};
+use super::policy::{self, CachedDisk, Disk, PolicyDirectories, RealDisk};
+use super::pool::{CachedResolution, HelperKey, PendingHelperRequest};
 use crate::executor::Executor;
 use crate::fs::wire::text;
-use crate::fs::{self, Answer, Cancelled, FsError, Letter, OpenFile, Opened};
+use crate::fs::{
+    self, CancelCheck, FileOutcome, FsError, OpenFile, ReplacementDescription, TransferredFile,
+};
 
 /// Access that a file operation needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Intent {
+pub enum FileIntent {
     /// The operation only reads.
     Read,
     /// The operation changes files.
     Write,
 }
 
-impl Intent {
+impl FileIntent {
     /// Returns the access that a request needs.
     pub fn of(request: &FsRequest) -> Self {
         if request.writes() {
@@ -41,14 +43,14 @@ impl Intent {
 
 /// File operations of one policy, run directly or in a confined helper. Cheap to clone.
 #[derive(Debug, Clone)]
-pub struct Files(Option<Confined>);
+pub struct PolicyFiles(Option<ConfinedFiles>);
 
 /// File operations that must run in a confined helper.
 #[derive(Debug, Clone)]
-pub(crate) struct Confined {
+pub(crate) struct ConfinedFiles {
     executor: Executor,
     sandbox: Arc<Sandbox>,
-    intent: Intent,
+    intent: FileIntent,
 }
 
 /// Returns whether a policy allows reading every path, so that reading needs no helper.
@@ -57,7 +59,7 @@ pub(crate) struct Confined {
 /// the policy may read them anyway.
 fn reads_everything(sandbox: &Sandbox) -> bool {
     let Permissions::Managed {
-        file_system: FileSystem::Restricted { entries, .. },
+        file_system: FilePermissions::Restricted { entries, .. },
         ..
     } = &sandbox.permissions
     else {
@@ -67,44 +69,44 @@ fn reads_everything(sandbox: &Sandbox) -> bool {
         matches!(
             path,
             EntryPath::Special {
-                value: Special::Root
+                value: SpecialPath::Root
             }
         )
     };
     entries
         .iter()
-        .any(|entry| is_root(&entry.path) && entry.access != Access::Deny)
-        && entries.iter().all(|entry| entry.access != Access::Deny)
+        .any(|entry| is_root(&entry.path) && entry.access != PathAccess::Deny)
+        && entries.iter().all(|entry| entry.access != PathAccess::Deny)
 }
 
 /// Returns whether the meaning of a policy depends on the working directory of the caller.
 fn depends_on_directory(sandbox: &Sandbox) -> bool {
     let Permissions::Managed {
-        file_system: FileSystem::Restricted { entries, .. },
+        file_system: FilePermissions::Restricted { entries, .. },
         ..
     } = &sandbox.permissions
     else {
         return false;
     };
     entries.iter().any(|entry| match &entry.path {
-        EntryPath::Special { value } => matches!(value, Special::ProjectRoots { .. }),
+        EntryPath::Special { value } => matches!(value, SpecialPath::ProjectRoots { .. }),
         EntryPath::GlobPattern { pattern } => !pattern.starts_with('/'),
         EntryPath::Path { .. } => false,
     })
 }
 
-impl Files {
+impl PolicyFiles {
     /// Selects where operations under this policy run. Does not access the disk.
     pub(crate) fn new(
         executor: &Executor,
         sandbox: Option<Sandbox>,
-        intent: Intent,
+        intent: FileIntent,
     ) -> Result<Self, FsError> {
         let free = |sandbox: &Sandbox| match sandbox.permissions {
             Permissions::Managed {
-                file_system: FileSystem::Restricted { .. },
+                file_system: FilePermissions::Restricted { .. },
                 ..
-            } => intent == Intent::Read && reads_everything(sandbox),
+            } => intent == FileIntent::Read && reads_everything(sandbox),
             _ => true,
         };
         let Some(sandbox) = sandbox.filter(|sandbox| !free(sandbox)) else {
@@ -117,7 +119,7 @@ impl Files {
                 "file system sandbox context with dynamic permissions requires cwd".to_owned(),
             ));
         }
-        Ok(Self(Some(Confined {
+        Ok(Self(Some(ConfinedFiles {
             executor: executor.clone(),
             sandbox: Arc::new(sandbox),
             intent,
@@ -134,8 +136,12 @@ impl Files {
     /// # Errors
     ///
     /// The error of the system, or the reason why the policy cannot be enforced.
-    pub fn call(&self, request: FsRequest, cancelled: Cancelled<'_>) -> Result<Answer, FsError> {
-        let Some(Work { confined, key }) = self.work()? else {
+    pub fn call(
+        &self,
+        request: FsRequest,
+        cancelled: CancelCheck<'_>,
+    ) -> Result<FileOutcome, FsError> {
+        let Some(HelperWork { confined, key }) = self.work()? else {
             let learnt = match &request {
                 FsRequest::ReadFile(params) if self.is_direct() => params.path.to_native().ok(),
                 FsRequest::GetMetadata(params) if self.is_direct() => params.path.to_native().ok(),
@@ -152,32 +158,32 @@ impl Files {
             FsRequest::WriteFile(params) => std::mem::take(&mut params.data_base64),
             _ => ByteChunk::default(),
         };
-        let call = Request::call(&request, 0);
+        let call = HelperRequest::call(&request, 0);
         let frame = confined.call(&key, &call, data.as_slice(), &[], cancelled)?;
         answer_to(&request, frame)
     }
 
-    /// As [`Files::call`], with the result type of one method.
+    /// As [`PolicyFiles::call`], with the result type of one method.
     ///
     /// # Errors
     ///
-    /// As [`Files::call`].
+    /// As [`PolicyFiles::call`].
     pub fn ask<M: FsMethod>(
         &self,
         params: M::Params,
-        cancelled: Cancelled<'_>,
+        cancelled: CancelCheck<'_>,
     ) -> Result<M::Result, FsError> {
         let answer = self.call(M::request(params), cancelled)?;
         M::result(answer.into_response()?).ok_or_else(odd)
     }
 
-    /// As [`Files::call`], if that is possible without waiting. Returns at most `most` bytes of
+    /// As [`PolicyFiles::call`], if that is possible without waiting. Returns at most `most` bytes of
     /// content.
     pub fn call_at_once(
         &self,
         request: &FsRequest,
         most: usize,
-    ) -> Option<Result<Answer, FsError>> {
+    ) -> Option<Result<FileOutcome, FsError>> {
         if !self.is_direct() {
             return None;
         }
@@ -185,12 +191,14 @@ impl Files {
             FsRequest::ReadFile(params) => {
                 let path = params.path.to_native().ok()?;
                 let data = fs::read_at_once(&path, fs::links(params.follow_symlinks), most)?;
-                Some(Ok(Answer::Content(data)))
+                Some(Ok(FileOutcome::Content(data)))
             }
             FsRequest::GetMetadata(params) => {
                 let path = params.path.to_native().ok()?;
                 let found = fs::metadata_at_once(&path, fs::links(params.follow_symlinks))?;
-                Some(found.map(|found| Answer::Response(FsResponse::GetMetadata(found.into()))))
+                Some(
+                    found.map(|found| FileOutcome::Response(FsResponse::GetMetadata(found.into()))),
+                )
             }
             _ => None,
         }
@@ -198,23 +206,23 @@ impl Files {
 
     /// Starts to read a file, if that is possible without waiting: may be called from async code. A
     /// file of at most `most` bytes is read; a longer one is only opened.
-    pub fn call_soon(&self, request: &FsRequest, most: u32) -> Option<Reading> {
+    pub fn call_soon(&self, request: &FsRequest, most: u32) -> Option<ConfinedRead> {
         let confined = self.0.as_ref()?;
         if !matches!(request, FsRequest::ReadFile(_)) {
             return None;
         }
         let helpers = confined.executor.helpers();
-        let call = Request::call(request, most);
+        let call = HelperRequest::call(request, most);
         if let Some((key, answers)) = helpers.remembered(&confined.sandbox, confined.intent) {
             let asking = helpers.ask_soon(&key, &call)?;
             // Checked while the helper reads: if the policy resolves differently now, the response
             // is dropped.
             if answers.still_hold() {
-                return Some(Reading(asking));
+                return Some(ConfinedRead(asking));
             }
         }
         let key = confined.key_soon()?;
-        helpers.ask_soon(&key, &call).map(Reading)
+        helpers.ask_soon(&key, &call).map(ConfinedRead)
     }
 
     /// As [`OpenFile::open`].
@@ -223,15 +231,17 @@ impl Files {
     ///
     /// As [`OpenFile::open`], or the reason why the policy cannot be enforced.
     pub fn open(&self, path: &Path, mode: OpenMode) -> Result<OpenFile, FsError> {
-        let Some(Work { confined, key }) = self.work()? else {
+        let Some(HelperWork { confined, key }) = self.work()? else {
             return OpenFile::open(path, mode);
         };
-        let frame = confined.ask(&key, &Request::Open(text(path), mode))?;
+        let frame = confined.ask(&key, &HelperRequest::Open(text(path), mode))?;
         let opened = match frame.head {
-            Reply::File => one(frame.descriptors).map(|file| Opened::Direct(file.into())),
-            Reply::Aside(letter) => <[OwnedFd; 2]>::try_from(frame.descriptors)
+            HelperResponse::File => {
+                one(frame.descriptors).map(|file| TransferredFile::Direct(file.into()))
+            }
+            HelperResponse::Aside(letter) => <[OwnedFd; 2]>::try_from(frame.descriptors)
                 .ok()
-                .map(|[directory, file]| Opened::Aside(letter, directory, file)),
+                .map(|[directory, file]| TransferredFile::Aside(letter, directory, file)),
             _ => None,
         };
         let opened = opened.ok_or_else(odd)?;
@@ -256,35 +266,42 @@ impl Files {
 
     /// Returns the helper key of an operation, or `None` if it runs in this process. Reads the
     /// disk.
-    fn work(&self) -> Result<Option<Work<'_>>, FsError> {
+    fn work(&self) -> Result<Option<HelperWork<'_>>, FsError> {
         let Some(confined) = &self.0 else {
             return Ok(None);
         };
         let key = confined.key()?;
-        Ok(key.map(|key| Work { confined, key }))
+        Ok(key.map(|key| HelperWork { confined, key }))
     }
 }
 
 /// Operation that needs a helper, and the key of that helper.
-struct Work<'a> {
-    confined: &'a Confined,
-    key: Arc<Key>,
+struct HelperWork<'a> {
+    confined: &'a ConfinedFiles,
+    key: Arc<HelperKey>,
 }
 
 /// Converts the response of a helper to the result of a request.
-fn answer_to(request: &FsRequest, frame: Frame<Reply>) -> Result<Answer, FsError> {
+fn answer_to(
+    request: &FsRequest,
+    frame: HelperFrame<HelperResponse>,
+) -> Result<FileOutcome, FsError> {
     Ok(match (request, frame.head) {
-        (FsRequest::ReadFile(_), Reply::Content) => Answer::Content(frame.tail),
-        (FsRequest::ReadFile(params), Reply::File) => Answer::File {
+        (FsRequest::ReadFile(_), HelperResponse::Content) => FileOutcome::Content(frame.tail),
+        (FsRequest::ReadFile(params), HelperResponse::File) => FileOutcome::File {
             path: fs::native(&params.path)?,
             file: one(frame.descriptors).ok_or_else(odd)?.into(),
         },
-        (FsRequest::ReadDirectory(params), Reply::Directory(found)) if found.is_whole() => {
+        (FsRequest::ReadDirectory(params), HelperResponse::Directory(found))
+            if found.is_whole() =>
+        {
             let path = params.path.clone();
-            Answer::Directory { path, found }
+            FileOutcome::Directory { path, found }
         }
-        (FsRequest::Walk(_), Reply::Walked(walked)) if walked.is_whole() => Answer::Walked(walked),
-        (request, Reply::Response(text)) => {
+        (FsRequest::Walk(_), HelperResponse::Walked(walked)) if walked.is_whole() => {
+            FileOutcome::Walked(walked)
+        }
+        (request, HelperResponse::Response(text)) => {
             let mut response = request.decode_response(&text).map_err(|_| odd())?;
             let entry = frame.descriptors.first();
             if let FsResponse::GetMetadata(found) = &mut response
@@ -292,7 +309,7 @@ fn answer_to(request: &FsRequest, frame: Frame<Reply>) -> Result<Answer, FsError
             {
                 (found.uid, found.gid) = (Some(stat.st_uid), Some(stat.st_gid));
             }
-            Answer::Response(response)
+            FileOutcome::Response(response)
         }
         _ => return Err(odd()),
     })
@@ -300,60 +317,64 @@ fn answer_to(request: &FsRequest, frame: Frame<Reply>) -> Result<Answer, FsError
 
 /// File read that runs in a confined helper.
 #[derive(Debug)]
-pub struct Reading(Asking);
+pub struct ConfinedRead(PendingHelperRequest);
 
-impl Reading {
-    /// Waits for the response. Returns `None` if the request must be repeated with [`Files::call`].
+impl ConfinedRead {
+    /// Waits for the response. Returns `None` if the request must be repeated with [`PolicyFiles::call`].
     /// With `look`, polls for a moment before it waits.
-    pub async fn finish(self, request: &FsRequest, look: bool) -> Option<Result<Answer, FsError>> {
+    pub async fn finish(
+        self,
+        request: &FsRequest,
+        look: bool,
+    ) -> Option<Result<FileOutcome, FsError>> {
         let frame = self.0.answer(look).await?;
-        if let Reply::Failed(error) = frame.head {
+        if let HelperResponse::Failed(error) = frame.head {
             return Some(Err(error));
         }
         answer_to(request, frame).ok().map(Ok)
     }
 }
 
-impl Confined {
+impl ConfinedFiles {
     /// Resolves the policy against the current disk; `None` if it restricts nothing.
-    fn key(&self) -> Result<Option<Arc<Key>>, FsError> {
+    fn key(&self) -> Result<Option<Arc<HelperKey>>, FsError> {
         Ok(self.key_on(&RealDisk)?.map(Arc::new))
     }
 
     /// The same for a given disk.
-    fn key_on(&self, disk: &dyn Disk) -> Result<Option<Key>, FsError> {
+    fn key_on(&self, disk: &dyn Disk) -> Result<Option<HelperKey>, FsError> {
         let config = self.executor.config();
-        let context = Context {
+        let context = PolicyDirectories {
             env: &config.environment,
             disk,
             hidden: &config.hidden,
-            reads_only: self.intent == Intent::Read,
+            reads_only: self.intent == FileIntent::Read,
         };
         let mut policy = policy::resolve(&self.sandbox, &context)
             .map_err(|error| FsError::Policy(error.to_string()))?;
         let Some(view) = &mut policy.view else {
             return Ok(None);
         };
-        if self.intent == Intent::Read {
+        if self.intent == FileIntent::Read {
             // Reading needs neither write access nor placeholders for missing names.
             for path in std::mem::take(&mut view.missing) {
                 view.rules.remove(&path);
             }
             for access in view.rules.values_mut() {
-                if *access == Access::Write {
-                    *access = Access::Read;
+                if *access == PathAccess::Write {
+                    *access = PathAccess::Read;
                 }
             }
         }
-        policy.network = Network::Restricted;
-        Ok(Some(Key {
+        policy.network = NetworkPermission::Restricted;
+        Ok(Some(HelperKey {
             policy,
             allow_partial: self.sandbox.allow_partial_enforcement,
         }))
     }
 
     /// Resolves the policy, if that is possible without waiting for the disk.
-    fn key_soon(&self) -> Option<Arc<Key>> {
+    fn key_soon(&self) -> Option<Arc<HelperKey>> {
         let helpers = self.executor.helpers();
         // A long policy would delay other tasks of this thread, so it is resolved on another
         // thread.
@@ -366,7 +387,7 @@ impl Confined {
         if !disk.has_told_all() {
             return None;
         }
-        let remembered = Remembered {
+        let remembered = CachedResolution {
             sandbox: Arc::clone(&self.sandbox),
             intent: self.intent,
             answers: Arc::new(disk.answers()),
@@ -376,22 +397,26 @@ impl Confined {
         Some(key)
     }
 
-    fn ask(&self, key: &Arc<Key>, request: &Request) -> Result<Frame<Reply>, FsError> {
+    fn ask(
+        &self,
+        key: &Arc<HelperKey>,
+        request: &HelperRequest,
+    ) -> Result<HelperFrame<HelperResponse>, FsError> {
         self.call(key, request, &[], &[], &|| false)
     }
 
     fn call(
         &self,
-        key: &Arc<Key>,
-        request: &Request,
+        key: &Arc<HelperKey>,
+        request: &HelperRequest,
         tail: &[u8],
         descriptors: &[BorrowedFd<'_>],
-        cancelled: Cancelled<'_>,
-    ) -> Result<Frame<Reply>, FsError> {
+        cancelled: CancelCheck<'_>,
+    ) -> Result<HelperFrame<HelperResponse>, FsError> {
         let helpers = self.executor.helpers();
         let frame = helpers.call(&self.executor, key, request, tail, descriptors, cancelled)?;
         match frame.head {
-            Reply::Failed(error) => Err(error),
+            HelperResponse::Failed(error) => Err(error),
             _ => Ok(frame),
         }
     }
@@ -400,7 +425,7 @@ impl Confined {
     pub(crate) fn place(
         &self,
         path: &Path,
-        letter: Letter,
+        letter: ReplacementDescription,
         descriptors: [BorrowedFd<'_>; 2],
     ) -> Result<(), FsError> {
         let Some(key) = self.key()? else {
@@ -408,12 +433,12 @@ impl Confined {
             let [directory, file] = descriptors.map(|fd| fd.try_clone_to_owned().map_err(lost));
             return fs::place(path, letter, directory?, file?);
         };
-        let request = Request::Place(text(path), letter);
+        let request = HelperRequest::Place(text(path), letter);
         match self
             .call(&key, &request, &[], &descriptors, &|| false)?
             .head
         {
-            Reply::Placed => Ok(()),
+            HelperResponse::Placed => Ok(()),
             _ => Err(odd()),
         }
     }

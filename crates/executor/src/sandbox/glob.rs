@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 
-use super::policy::{Disk, Kind};
+use super::policy::{Disk, PathType};
 
 /// Prefix of a pattern that stands for each project root.
 const ROOTS: &str = "codex-project-roots://";
@@ -125,7 +125,7 @@ pub(super) fn matches(
                 }
                 continue;
             }
-            if kind == Kind::Directory && depth.is_none_or(|depth| level < depth) {
+            if kind == PathType::Directory && depth.is_none_or(|depth| level < depth) {
                 let names = disk.names(&path).unwrap_or_default();
                 ahead.extend(names.into_iter().map(|name| (path.join(name), level + 1)));
             }
@@ -156,11 +156,11 @@ fn compile(pattern: &str) -> Result<GlobSet, GlobError> {
 mod tests {
     use std::path::Path;
 
-    use super::super::policy::tests::Tree;
+    use super::super::policy::tests::MemoryDisk;
     use super::*;
 
     fn found(pattern: &str, depth: Option<usize>) -> Vec<String> {
-        let tree = Tree::new(&[
+        let tree = MemoryDisk::new(&[
             "/w/a.env",
             "/w/b.txt",
             "/w/sub/c.env",
@@ -191,7 +191,7 @@ mod tests {
 
     #[test]
     fn matches_rejects_patterns_without_a_directory_prefix() {
-        let tree = Tree::new(&["/x"]);
+        let tree = MemoryDisk::new(&["/x"]);
         for pattern in ["/*.x", "*.x", "/**", ""] {
             let refused = matches(&[pattern.to_owned()], None, &tree);
             assert!(matches!(refused, Err(GlobError::NoPrefix(_))), "{pattern}");

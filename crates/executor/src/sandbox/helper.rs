@@ -25,9 +25,11 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::plan::Text;
+use super::plan::SystemText;
 use crate::fs::wire::path_of;
-use crate::fs::{self, Answer, Directory, FsError, Letter, Links, OpenFile, Walked};
+use crate::fs::{
+    self, Directory, FileOutcome, FsError, OpenFile, ReplacementDescription, SymlinkPolicy, Walked,
+};
 use exec_server_sys::confine;
 
 /// Maximum size of a frame, larger than any request or response.
@@ -38,7 +40,7 @@ const MAX_DESCRIPTORS: usize = 2;
 
 /// Request to a helper.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Request {
+pub(super) enum HelperRequest {
     /// A request of the client protocol; the content of `fs/writeFile` is the tail.
     Call {
         method: String,
@@ -48,12 +50,12 @@ pub(super) enum Request {
         /// opened.
         most: u32,
     },
-    Open(Text, OpenMode),
+    Open(SystemText, OpenMode),
     /// With descriptors of the directory and the file.
-    Place(Text, Letter),
+    Place(SystemText, ReplacementDescription),
 }
 
-impl Request {
+impl HelperRequest {
     pub(super) fn call(request: &FsRequest, most: u32) -> Self {
         Self::Call {
             method: request.method().to_owned(),
@@ -65,7 +67,7 @@ impl Request {
 
 /// Response of a helper.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Reply {
+pub(super) enum HelperResponse {
     /// The result, as JSON. For `fs/getMetadata`, with a descriptor of the entry: the helper would
     /// see owners through its user namespace, so the server reads them.
     Response(String),
@@ -74,7 +76,7 @@ pub(super) enum Reply {
     /// With the content as the tail.
     Content,
     /// With descriptors of the directory and the temporary file.
-    Aside(Letter),
+    Aside(ReplacementDescription),
     Placed,
     Directory(Directory),
     Walked(Walked),
@@ -139,15 +141,17 @@ fn send_with(
 
 /// Received frame.
 #[derive(Debug)]
-pub(super) struct Frame<T> {
+pub(super) struct HelperFrame<T> {
     pub(super) head: T,
     pub(super) tail: Vec<u8>,
     pub(super) descriptors: Vec<OwnedFd>,
 }
 
 /// Receives the next frame; `None` at the end.
-pub(super) fn receive<T: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<Frame<T>>> {
-    Receiving::new().receive(socket, RecvFlags::empty())
+pub(super) fn receive<T: DeserializeOwned>(
+    socket: impl AsFd,
+) -> io::Result<Option<HelperFrame<T>>> {
+    IncompleteFrame::new().receive(socket, RecvFlags::empty())
 }
 
 fn odd(what: &str) -> io::Error {
@@ -155,7 +159,7 @@ fn odd(what: &str) -> io::Error {
 }
 
 /// Frame that may have been received in part.
-pub(super) struct Receiving {
+pub(super) struct IncompleteFrame {
     bytes: Vec<u8>,
     filled: usize,
     descriptors: Vec<OwnedFd>,
@@ -163,7 +167,7 @@ pub(super) struct Receiving {
     wanted: Option<usize>,
 }
 
-impl Receiving {
+impl IncompleteFrame {
     pub(super) fn new() -> Self {
         Self {
             // Most frames fit; the rest of a longer one is read when its length is known.
@@ -180,7 +184,7 @@ impl Receiving {
         &mut self,
         socket: impl AsFd,
         flags: RecvFlags,
-    ) -> io::Result<Option<Frame<T>>> {
+    ) -> io::Result<Option<HelperFrame<T>>> {
         let wanted = loop {
             if let Some(total) = self.wanted
                 && self.filled >= total
@@ -199,7 +203,7 @@ impl Receiving {
         let head = postcard::from_bytes(&bytes[8..head_end]).map_err(|_| odd("odd frame"))?;
         bytes.truncate(wanted);
         bytes.drain(..head_end);
-        Ok(Some(Frame {
+        Ok(Some(HelperFrame {
             head,
             tail: bytes,
             descriptors: std::mem::take(&mut self.descriptors),
@@ -248,19 +252,19 @@ fn length_at(bytes: &[u8], at: usize) -> usize {
 /// Serves file requests until the server closes the socket. This process is already confined.
 ///
 /// `laid` are the paths of the mounts in the view.
-pub(super) fn serve(socket: &OwnedFd, laid: &[Text]) -> ! {
-    let view = View::remember(laid);
+pub(super) fn serve(socket: &OwnedFd, laid: &[SystemText]) -> ! {
+    let view = ViewMountIds::remember(laid);
     loop {
-        let Ok(Some(frame)) = receive::<Request>(socket) else {
+        let Ok(Some(frame)) = receive::<HelperRequest>(socket) else {
             confine::exit(0)
         };
         let sent = if view.is_whole() {
-            let done =
-                perform(frame, socket).unwrap_or_else(|error| Done::from(Reply::Failed(error)));
+            let done = perform(frame, socket)
+                .unwrap_or_else(|error| HelperOutcome::from(HelperResponse::Failed(error)));
             let descriptors: Vec<_> = done.descriptors.iter().map(AsFd::as_fd).collect();
             send(socket, &done.reply, &done.content, &descriptors)
         } else {
-            send(socket, &Reply::Stale, &[], &[])
+            send(socket, &HelperResponse::Stale, &[], &[])
         };
         if sent.is_err() {
             confine::exit(0)
@@ -273,10 +277,10 @@ pub(super) fn serve(socket: &OwnedFd, laid: &[Text]) -> ! {
 /// If the host replaces a mounted-over file or directory, the kernel removes the mount, and the new
 /// file is not covered. The sandbox of a command has the same weakness, but does not serve later
 /// requests.
-struct View(Vec<(PathBuf, Option<u64>)>);
+struct ViewMountIds(Vec<(PathBuf, Option<u64>)>);
 
-impl View {
-    fn remember(laid: &[Text]) -> Self {
+impl ViewMountIds {
+    fn remember(laid: &[SystemText]) -> Self {
         let each = laid.iter().map(|path| {
             let path = path_of(path.clone());
             let mount = mount_at(&path);
@@ -297,14 +301,14 @@ fn mount_at(path: &Path) -> Option<u64> {
 }
 
 /// Response with its content and descriptors.
-struct Done {
-    reply: Reply,
+struct HelperOutcome {
+    reply: HelperResponse,
     content: Vec<u8>,
     descriptors: Vec<OwnedFd>,
 }
 
-impl From<Reply> for Done {
-    fn from(reply: Reply) -> Self {
+impl From<HelperResponse> for HelperOutcome {
+    fn from(reply: HelperResponse) -> Self {
         Self {
             reply,
             content: Vec::new(),
@@ -313,8 +317,8 @@ impl From<Reply> for Done {
     }
 }
 
-impl Done {
-    fn with(reply: Reply, descriptors: Vec<OwnedFd>) -> Self {
+impl HelperOutcome {
+    fn with(reply: HelperResponse, descriptors: Vec<OwnedFd>) -> Self {
         Self {
             descriptors,
             ..Self::from(reply)
@@ -322,9 +326,9 @@ impl Done {
     }
 }
 
-fn perform(frame: Frame<Request>, socket: &OwnedFd) -> Result<Done, FsError> {
+fn perform(frame: HelperFrame<HelperRequest>, socket: &OwnedFd) -> Result<HelperOutcome, FsError> {
     match frame.head {
-        Request::Call {
+        HelperRequest::Call {
             method,
             params,
             most,
@@ -337,23 +341,27 @@ fn perform(frame: Frame<Request>, socket: &OwnedFd) -> Result<Done, FsError> {
             }
             call(request, most, socket)
         }
-        Request::Open(path, mode) => Ok(match OpenFile::open(&path_of(path), mode)?.send()? {
-            fs::Opened::Direct(file) => Done::with(Reply::File, vec![file.into()]),
-            fs::Opened::Aside(letter, directory, file) => {
-                Done::with(Reply::Aside(letter), vec![directory, file])
-            }
-        }),
-        Request::Place(path, letter) => {
+        HelperRequest::Open(path, mode) => {
+            Ok(match OpenFile::open(&path_of(path), mode)?.send()? {
+                fs::TransferredFile::Direct(file) => {
+                    HelperOutcome::with(HelperResponse::File, vec![file.into()])
+                }
+                fs::TransferredFile::Aside(letter, directory, file) => {
+                    HelperOutcome::with(HelperResponse::Aside(letter), vec![directory, file])
+                }
+            })
+        }
+        HelperRequest::Place(path, letter) => {
             let Ok([directory, file]) = <[OwnedFd; 2]>::try_from(frame.descriptors) else {
                 return Err(FsError::Helper("it was given no file".to_owned()));
             };
             fs::place(&path_of(path), letter, directory, file)?;
-            Ok(Reply::Placed.into())
+            Ok(HelperResponse::Placed.into())
         }
     }
 }
 
-fn call(request: FsRequest, most: u32, socket: &OwnedFd) -> Result<Done, FsError> {
+fn call(request: FsRequest, most: u32, socket: &OwnedFd) -> Result<HelperOutcome, FsError> {
     // The server cancels a request by closing its end of the socket.
     let cancelled = || {
         let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
@@ -377,19 +385,23 @@ fn call(request: FsRequest, most: u32, socket: &OwnedFd) -> Result<Done, FsError
         _ => {}
     }
     Ok(match fs::perform(request, &cancelled)? {
-        Answer::File { file, .. } => Done::with(Reply::File, vec![file.into()]),
-        Answer::Content(content) => Done {
+        FileOutcome::File { file, .. } => {
+            HelperOutcome::with(HelperResponse::File, vec![file.into()])
+        }
+        FileOutcome::Content(content) => HelperOutcome {
             content,
-            ..Reply::Content.into()
+            ..HelperResponse::Content.into()
         },
-        Answer::Directory { found, .. } => Reply::Directory(found).into(),
-        Answer::Walked(walked) => Reply::Walked(walked).into(),
-        Answer::Response(response) => Done::with(Reply::Response(response.encode()), descriptors),
+        FileOutcome::Directory { found, .. } => HelperResponse::Directory(found).into(),
+        FileOutcome::Walked(walked) => HelperResponse::Walked(walked).into(),
+        FileOutcome::Response(response) => {
+            HelperOutcome::with(HelperResponse::Response(response.encode()), descriptors)
+        }
     })
 }
 
 /// Reads a file of at most `most` bytes, or opens a longer one.
-fn read_file(path: &Path, links: Links, most: u32) -> Result<Done, FsError> {
+fn read_file(path: &Path, links: SymlinkPolicy, most: u32) -> Result<HelperOutcome, FsError> {
     let (file, size) = fs::open_sized(path, links)?;
     if size <= u64::from(most) {
         let size = size as usize;
@@ -397,12 +409,12 @@ fn read_file(path: &Path, links: Links, most: u32) -> Result<Done, FsError> {
         let mut content = vec![0; size + 1];
         if file.read_at(&mut content, 0).is_ok_and(|read| read == size) {
             content.truncate(size);
-            return Ok(Done {
+            return Ok(HelperOutcome {
                 content,
-                ..Reply::Content.into()
+                ..HelperResponse::Content.into()
             });
         }
     }
     // The file is too long, or has changed its size.
-    Ok(Done::with(Reply::File, vec![file.into()]))
+    Ok(HelperOutcome::with(HelperResponse::File, vec![file.into()]))
 }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 /// Sandbox features of this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Host {
+pub struct HostFeatures {
     /// Kernel release.
     pub kernel: String,
     /// Whether a user namespace with a mount namespace can be created, or why not.
@@ -29,7 +29,7 @@ pub struct Host {
     pub seccomp: bool,
 }
 
-impl Host {
+impl HostFeatures {
     /// Returns whether a mount view needs a user namespace (true) or can be built with the server's
     /// privileges (false).
     ///

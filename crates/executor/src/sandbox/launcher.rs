@@ -33,12 +33,15 @@ use rustix::process::{DumpableBehavior, Pid, Signal, WaitOptions, WaitStatus};
 use rustix::thread::{CapabilitySet, UnshareFlags};
 use serde::{Deserialize, Serialize};
 
-use super::host::{self, Host};
-use super::plan::{Base, Command, Confinement, Landlock, Listeners, Plan, Text};
-use super::standby::{self, Birth, Spares};
-use super::{Ledger, helper, view};
-use exec_server_sys::confine::{self, Fork, OneThread};
-use exec_server_sys::reap::Usage;
+use super::host::{self, HostFeatures};
+use super::plan::{
+    Confinement, Landlock, LoopbackListeners, NamespaceBase, SandboxPlan, SandboxedCommand,
+    SystemText,
+};
+use super::standby::{self, LauncherSetup, SpareLaunchers};
+use super::{OrderFile, helper, view};
+use exec_server_sys::confine::{self, ForkSide, OneThread};
+use exec_server_sys::reap::ResourceUsage;
 
 /// First argument that makes an executable a launcher.
 pub(crate) const ARGUMENT: &CStr = c"--exec-server-sandbox-launcher";
@@ -67,9 +70,9 @@ static DISPATCHES: AtomicBool = AtomicBool::new(false);
 
 /// Order of a launcher: what it must do.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) enum Order {
+pub(crate) enum LaunchOrder {
     /// Run a command.
-    Run(Box<Plan>),
+    Run(Box<SandboxPlan>),
     /// Serve file requests with this confinement.
     Serve(Box<Confinement>),
     /// Report what this machine can enforce.
@@ -80,28 +83,28 @@ pub(crate) enum Order {
 
 /// Report of a launcher to the server.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) enum Report {
+pub(crate) enum LaunchReport {
     /// The sender is about to execute the command.
     Started,
     /// A step failed.
-    Failed(Failure),
+    Failed(LaunchFailure),
     /// What this machine can enforce.
-    Host(Host),
+    Host(HostFeatures),
     /// The listeners of the new network are attached.
     Listening,
 }
 
 /// Failed step of a launcher, with path and error number.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Failure {
-    pub(crate) step: Step,
-    pub(crate) path: Text,
+pub(crate) struct LaunchFailure {
+    pub(crate) step: LaunchStep,
+    pub(crate) path: SystemText,
     pub(crate) errno: i32,
 }
 
 /// Step of a launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Step {
+pub(crate) enum LaunchStep {
     /// Decode the order.
     Order,
     /// Create namespaces.
@@ -134,7 +137,7 @@ pub(crate) enum Step {
     Execute,
 }
 
-impl Step {
+impl LaunchStep {
     /// Returns the step as text that follows "cannot" in a message.
     pub(crate) fn words(self) -> &'static str {
         match self {
@@ -158,8 +161,12 @@ impl Step {
 }
 
 /// Creates the failure of a step from a system error.
-pub(crate) fn failed(step: Step, path: impl AsRef<[u8]>, error: impl Into<io::Error>) -> Failure {
-    Failure {
+pub(crate) fn failed(
+    step: LaunchStep,
+    path: impl AsRef<[u8]>,
+    error: impl Into<io::Error>,
+) -> LaunchFailure {
+    LaunchFailure {
         step,
         path: path.as_ref().to_vec(),
         errno: error.into().raw_os_error().unwrap_or(libc::EIO),
@@ -198,19 +205,19 @@ fn run(token: OneThread) -> ! {
         confine::exit(FAILED)
     };
     match read_order(&order) {
-        Ok(Order::Probe) => {
-            tell(&report, &Report::Host(probe(token)));
+        Ok(LaunchOrder::Probe) => {
+            tell(&report, &LaunchReport::Host(probe(token)));
             confine::exit(0)
         }
-        Ok(Order::StandBy) => match confine::inherited(token, WORK_FD) {
+        Ok(LaunchOrder::StandBy) => match confine::inherited(token, WORK_FD) {
             Ok(control) => stand_by(token, control, report),
-            Err(error) => give_up(&report, failed(Step::Order, b"", error)),
+            Err(error) => give_up(&report, failed(LaunchStep::Order, b"", error)),
         },
         Ok(asked) => {
             let socket = confine::inherited(token, WORK_FD).ok();
-            begin(token, Charge::new(asked, order, socket, report))
+            begin(token, LauncherTask::new(asked, order, socket, report))
         }
-        Err(error) => give_up(&report, failed(Step::Order, b"", error)),
+        Err(error) => give_up(&report, failed(LaunchStep::Order, b"", error)),
     }
 }
 
@@ -222,16 +229,16 @@ fn stand_by(token: OneThread, control: OwnedFd, report: OwnedFd) -> ! {
     let _ = rustix::thread::set_name(standby::NAME);
     // Once here, for all forked launchers.
     confine::default_signals(token);
-    let mut spares = Spares::new(token);
+    let mut spares = SpareLaunchers::new(token);
     while let Some((birth, files)) = spares.next(&control) {
         let born = match birth.base {
             Some(base) => spares.assign(base, &birth, &files),
             None => match confine::fork_sibling(token) {
-                Ok(Fork::Child) => {
+                Ok(ForkSide::Child) => {
                     drop((control, spares));
                     be_born(token, &birth, files)
                 }
-                Ok(Fork::Parent(pid)) => Ok(pid),
+                Ok(ForkSide::Parent(pid)) => Ok(pid),
                 Err(error) => Err(error),
             },
         };
@@ -244,13 +251,13 @@ fn stand_by(token: OneThread, control: OwnedFd, report: OwnedFd) -> ! {
 }
 
 /// Runs as a launcher with the same state as an executed one: session, streams, limits, order.
-fn be_born(token: OneThread, birth: &Birth, mut files: Vec<OwnedFd>) -> ! {
+fn be_born(token: OneThread, birth: &LauncherSetup, mut files: Vec<OwnedFd>) -> ! {
     let groups = files.split_off(birth.kept);
-    let prepared = || -> Result<(), Failure> {
+    let prepared = || -> Result<(), LaunchFailure> {
         begin_session(NAME)?;
         if let (true, Some(terminal)) = (birth.terminal, files.first()) {
             rustix::process::ioctl_tiocsctty(terminal)
-                .map_err(|error| failed(Step::Session, b"", error))?;
+                .map_err(|error| failed(LaunchStep::Session, b"", error))?;
         }
         submit(&groups, &birth.limits)
     };
@@ -267,22 +274,22 @@ fn be_born(token: OneThread, birth: &Birth, mut files: Vec<OwnedFd>) -> ! {
 }
 
 /// Turns a process that the standby launcher forked into a launcher with a new session.
-fn begin_session(name: &CStr) -> Result<(), Failure> {
+fn begin_session(name: &CStr) -> Result<(), LaunchFailure> {
     let _ = rustix::thread::set_name(name);
     // Makes this process the owner of its files in `/proc` again.
     let begun = rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)
         .and_then(|()| rustix::process::setsid());
-    begun.map_err(|error| failed(Step::Session, b"", error))?;
+    begun.map_err(|error| failed(LaunchStep::Session, b"", error))?;
     Ok(())
 }
 
 /// Joins control groups and sets limits, for this process and its future children.
-fn submit(groups: &[OwnedFd], limits: &[(u32, u64)]) -> Result<(), Failure> {
+fn submit(groups: &[OwnedFd], limits: &[(u32, u64)]) -> Result<(), LaunchFailure> {
     for group in groups {
-        rustix::io::write(group, b"0").map_err(|error| failed(Step::Group, b"", error))?;
+        rustix::io::write(group, b"0").map_err(|error| failed(LaunchStep::Group, b"", error))?;
     }
     for &(resource, value) in limits {
-        confine::limit(resource, value).map_err(|error| failed(Step::Limit, b"", error))?;
+        confine::limit(resource, value).map_err(|error| failed(LaunchStep::Limit, b"", error))?;
     }
     Ok(())
 }
@@ -291,7 +298,7 @@ fn submit(groups: &[OwnedFd], limits: &[(u32, u64)]) -> Result<(), Failure> {
 ///
 /// The launcher and the first process receive their task separately, at the same time. They exit
 /// when the other ends of their sockets are closed.
-pub(super) fn attend(token: OneThread, base: Base, own: OwnedFd, firsts: OwnedFd) -> ! {
+pub(super) fn attend(token: OneThread, base: NamespaceBase, own: OwnedFd, firsts: OwnedFd) -> ! {
     let files = confine::streams().map(|streams| streams.into_iter().chain([own, firsts]));
     let kept = files.and_then(|files| confine::only(token, files.collect()));
     let (Ok(()), Ok(own), Ok(firsts), Ok(())) = (
@@ -310,7 +317,7 @@ pub(super) fn attend(token: OneThread, base: Base, own: OwnedFd, firsts: OwnedFd
         split = self::split(token, base);
     }
     match split {
-        Ok(Side::First { ids, end, network }) => {
+        Ok(SplitSide::First { ids, end, network }) => {
             drop(own);
             first(token, base, (ids, network), end, || {
                 let (birth, mut files) = standby::receive(&firsts)?;
@@ -320,15 +327,15 @@ pub(super) fn attend(token: OneThread, base: Base, own: OwnedFd, firsts: OwnedFd
                 confine::take_streams(token, &mut files).ok()?;
                 let (order, report) = (files.next()?, files.next()?);
                 let read = submit(&groups, &birth.limits).and_then(|()| {
-                    read_order(&order).map_err(|error| failed(Step::Order, b"", error))
+                    read_order(&order).map_err(|error| failed(LaunchStep::Order, b"", error))
                 });
                 match read {
-                    Ok(asked) => Some(Charge::new(asked, order, files.next(), report)),
+                    Ok(asked) => Some(LauncherTask::new(asked, order, files.next(), report)),
                     Err(failure) => give_up(&report, failure),
                 }
             })
         }
-        Ok(Side::Launcher { first, end }) => {
+        Ok(SplitSide::Launcher { first, end }) => {
             drop(firsts);
             let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
             let Some((birth, mut files)) = told.or_else(|| standby::receive(&own)) else {
@@ -341,7 +348,7 @@ pub(super) fn attend(token: OneThread, base: Base, own: OwnedFd, firsts: OwnedFd
                 confine::exit(FAILED)
             };
             drop((groups, own));
-            watch(token, first, end, Some(Ledger(order)))
+            watch(token, first, end, Some(OrderFile(order)))
         }
         Err(failure) => {
             if let Some((_, files)) = standby::receive(&firsts)
@@ -354,7 +361,7 @@ pub(super) fn attend(token: OneThread, base: Base, own: OwnedFd, firsts: OwnedFd
     }
 }
 
-fn read_order(order: &OwnedFd) -> io::Result<Order> {
+fn read_order(order: &OwnedFd) -> io::Result<LaunchOrder> {
     let length = usize::try_from(rustix::fs::fstat(order)?.st_size).unwrap_or(0);
     let mut bytes = vec![0; length];
     let mut filled = 0;
@@ -370,18 +377,19 @@ fn read_order(order: &OwnedFd) -> io::Result<Order> {
 }
 
 /// Sends a report; errors are ignored, because the server may have closed its end.
-fn tell(report: &OwnedFd, what: &Report) {
+fn tell(report: &OwnedFd, what: &LaunchReport) {
     if let Ok(bytes) = postcard::to_allocvec(what) {
         let _ = rustix::net::send(report, &bytes, SendFlags::NOSIGNAL);
     }
 }
 
 /// Opens the listeners of a new network and sends them to the server.
-fn listen(report: &OwnedFd, listeners: &Listeners) -> Result<(), Failure> {
+fn listen(report: &OwnedFd, listeners: &LoopbackListeners) -> Result<(), LaunchFailure> {
     if listeners.count() == 0 {
         return Ok(());
     }
-    let failed = |port: u16| move |error: Errno| failed(Step::Network, port.to_string(), error);
+    let failed =
+        |port: u16| move |error: Errno| failed(LaunchStep::Network, port.to_string(), error);
     let mut files = Vec::with_capacity(listeners.count());
     let kinds = [
         (&listeners.tcp, SocketType::STREAM),
@@ -402,7 +410,8 @@ fn listen(report: &OwnedFd, listeners: &Listeners) -> Result<(), Failure> {
         }
     }
     let files: Vec<_> = files.iter().map(OwnedFd::as_fd).collect();
-    let bytes = postcard::to_allocvec(&Report::Listening).map_err(|_| failed(0)(Errno::INVAL))?;
+    let bytes =
+        postcard::to_allocvec(&LaunchReport::Listening).map_err(|_| failed(0)(Errno::INVAL))?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_LISTENERS))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     if !ancillary.push(SendAncillaryMessage::ScmRights(&files)) {
@@ -413,46 +422,48 @@ fn listen(report: &OwnedFd, listeners: &Listeners) -> Result<(), Failure> {
     Ok(())
 }
 
-fn give_up(report: &OwnedFd, failure: Failure) -> ! {
-    tell(report, &Report::Failed(failure));
+fn give_up(report: &OwnedFd, failure: LaunchFailure) -> ! {
+    tell(report, &LaunchReport::Failed(failure));
     confine::exit(FAILED)
 }
 
 /// Work that begins after the confinement is complete.
-enum Work {
+enum LaunchWork {
     /// Run a command, and write its usage to this file.
-    Command(Command, Ledger),
+    Command(SandboxedCommand, OrderFile),
     /// Serve file requests on this socket.
     Files(OwnedFd),
 }
 
-impl Work {
+impl LaunchWork {
     fn has_terminal(&self) -> bool {
         matches!(self, Self::Command(command, _) if command.terminal)
     }
 }
 
 /// Task of a launcher: confinement, work and the socket for reports.
-struct Charge {
+struct LauncherTask {
     confinement: Confinement,
-    work: Work,
+    work: LaunchWork,
     report: OwnedFd,
 }
 
-impl Charge {
+impl LauncherTask {
     /// Creates the task from a decoded order; reports a failure and exits if the order is not
     /// valid.
-    fn new(asked: Order, order: OwnedFd, socket: Option<OwnedFd>, report: OwnedFd) -> Self {
+    fn new(asked: LaunchOrder, order: OwnedFd, socket: Option<OwnedFd>, report: OwnedFd) -> Self {
         let (confinement, work) = match (asked, socket) {
-            (Order::Run(plan), _) => {
-                let ledger = Ledger(order);
+            (LaunchOrder::Run(plan), _) => {
+                let ledger = OrderFile(order);
                 if let Err(error) = ledger.clear() {
-                    give_up(&report, failed(Step::Order, b"", error))
+                    give_up(&report, failed(LaunchStep::Order, b"", error))
                 }
-                (plan.confinement, Work::Command(plan.command, ledger))
+                (plan.confinement, LaunchWork::Command(plan.command, ledger))
             }
-            (Order::Serve(confinement), Some(socket)) => (*confinement, Work::Files(socket)),
-            _ => give_up(&report, failed(Step::Order, b"", Errno::BADF)),
+            (LaunchOrder::Serve(confinement), Some(socket)) => {
+                (*confinement, LaunchWork::Files(socket))
+            }
+            _ => give_up(&report, failed(LaunchStep::Order, b"", Errno::BADF)),
         };
         Self {
             confinement,
@@ -462,26 +473,26 @@ impl Charge {
     }
 }
 
-fn begin(token: OneThread, charge: Charge) -> ! {
+fn begin(token: OneThread, charge: LauncherTask) -> ! {
     if let Some(namespaces) = &charge.confinement.namespaces {
-        let base = Base::of(namespaces);
+        let base = NamespaceBase::of(namespaces);
         match split(token, base) {
-            Ok(Side::First { ids, end, network }) => {
+            Ok(SplitSide::First { ids, end, network }) => {
                 first(token, base, (ids, network), end, || Some(charge))
             }
-            Ok(Side::Launcher { first, end }) => {
-                let Charge { work, report, .. } = charge;
+            Ok(SplitSide::Launcher { first, end }) => {
+                let LauncherTask { work, report, .. } = charge;
                 drop(report);
                 let ledger = match work {
-                    Work::Command(_, ledger) => Some(ledger),
-                    Work::Files(_) => None,
+                    LaunchWork::Command(_, ledger) => Some(ledger),
+                    LaunchWork::Files(_) => None,
                 };
                 watch(token, first, end, ledger)
             }
             Err(failure) => give_up(&charge.report, failure),
         }
     }
-    let Charge {
+    let LauncherTask {
         confinement,
         work,
         report,
@@ -490,8 +501,8 @@ fn begin(token: OneThread, charge: Charge) -> ! {
         give_up(&report, failure)
     }
     match work {
-        Work::Command(command, _) => execute(token, &command, &report),
-        Work::Files(socket) => serve(&confinement, &socket, report),
+        LaunchWork::Command(command, _) => execute(token, &command, &report),
+        LaunchWork::Files(socket) => serve(&confinement, &socket, report),
     }
 }
 
@@ -499,23 +510,23 @@ fn begin(token: OneThread, charge: Charge) -> ! {
 fn serve(confinement: &Confinement, socket: &OwnedFd, report: OwnedFd) -> ! {
     let _ = confine::limit(libc::RLIMIT_CORE, 0);
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
-    tell(&report, &Report::Started);
+    tell(&report, &LaunchReport::Started);
     drop(report);
     let mounts = confinement.namespaces.iter().flat_map(|view| &view.mounts);
-    let laid: Vec<Text> = mounts.map(|mount| mount.path.clone()).collect();
+    let laid: Vec<SystemText> = mounts.map(|mount| mount.path.clone()).collect();
     helper::serve(socket, &laid)
 }
 
 /// Final message of the first process, sent after the command and all other processes of the
 /// namespaces have ended.
 #[derive(Debug, Serialize, Deserialize)]
-struct End {
+struct FinalMessage {
     /// Status as `wait` returns it.
     status: i32,
-    usage: Usage,
+    usage: ResourceUsage,
 }
 
-impl End {
+impl FinalMessage {
     /// Waits for the message; `None` if the first process ended without one.
     fn read(pipe: OwnedFd) -> Option<Self> {
         let mut bytes = Vec::new();
@@ -533,7 +544,7 @@ impl End {
 
 /// Network namespace of the first process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Net {
+enum NetworkNamespace {
     /// The server's network, or a new one over which this process has privileges.
     Given,
     /// A separate network without other processes, over which no process inside has privileges.
@@ -541,33 +552,33 @@ enum Net {
 }
 
 /// The process in which [`split`] returned.
-enum Side {
+enum SplitSide {
     /// The first process of the new namespaces.
     First {
-        ids: Ids,
+        ids: OuterIds,
         end: OwnedFd,
-        network: Net,
+        network: NetworkNamespace,
     },
     /// The launcher, which reads the final message from `end`.
     Launcher { first: Pid, end: OwnedFd },
 }
 
 /// Forks the first process of new namespaces.
-fn split(token: OneThread, base: Base) -> Result<Side, Failure> {
+fn split(token: OneThread, base: NamespaceBase) -> Result<SplitSide, LaunchFailure> {
     let (end, first_end) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)
-        .map_err(|error| failed(Step::Fork, b"", error))?;
-    let ids = Ids::own();
+        .map_err(|error| failed(LaunchStep::Fork, b"", error))?;
+    let ids = OuterIds::own();
     let mut flags = libc::CLONE_NEWNS | libc::CLONE_NEWPID | libc::CLONE_NEWIPC;
     if base.user {
         flags |= libc::CLONE_NEWUSER;
     }
-    let mut network = Net::Given;
+    let mut network = NetworkNamespace::Given;
     // Without the privilege for this call, the network is created together with the user namespace,
     // which grants it.
     if base.network && try_unshare(UnshareFlags::NEWNET) == 0 {
-        network = Net::Own;
+        network = NetworkNamespace::Own;
         if base.loopback {
-            confine::loopback_up().map_err(|error| failed(Step::Network, b"", error))?;
+            confine::loopback_up().map_err(|error| failed(LaunchStep::Network, b"", error))?;
         }
     } else if base.network {
         flags |= libc::CLONE_NEWNET;
@@ -577,22 +588,22 @@ fn split(token: OneThread, base: Base) -> Result<Side, Failure> {
     confine::default_signals(token);
     confine::hold_signals(token);
     match confine::fork(token, flags) {
-        Ok(Fork::Child) => Ok(Side::First {
+        Ok(ForkSide::Child) => Ok(SplitSide::First {
             ids,
             end: first_end,
             network,
         }),
-        Ok(Fork::Parent(first)) => Ok(Side::Launcher { first, end }),
-        Err(error) => Err(failed(Step::Namespaces, b"", error)),
+        Ok(ForkSide::Parent(first)) => Ok(SplitSide::Launcher { first, end }),
+        Err(error) => Err(failed(LaunchStep::Namespaces, b"", error)),
     }
 }
 
 /// Waits for the command and exits with the same status or signal.
-fn watch(token: OneThread, first: Pid, end: OwnedFd, ledger: Option<Ledger>) -> ! {
+fn watch(token: OneThread, first: Pid, end: OwnedFd, ledger: Option<OrderFile>) -> ! {
     confine::close_streams(token);
     // Read the final message instead of waiting for the first process: the kernel takes a while to
     // remove the namespaces. When the message arrives, no other process is left in them.
-    let status = match End::read(end) {
+    let status = match FinalMessage::read(end) {
         Some(told) => {
             if let Some(ledger) = ledger {
                 ledger.tell(&told.usage);
@@ -626,12 +637,12 @@ fn raw(status: WaitStatus) -> i32 {
 
 /// User and group of this process outside the namespaces.
 #[derive(Clone, Copy)]
-struct Ids {
+struct OuterIds {
     user: u32,
     group: u32,
 }
 
-impl Ids {
+impl OuterIds {
     fn own() -> Self {
         Self {
             user: rustix::process::geteuid().as_raw(),
@@ -640,7 +651,7 @@ impl Ids {
     }
 
     /// Maps this user and group to the same ids in a new user namespace.
-    fn map(self) -> Result<(), Failure> {
+    fn map(self) -> Result<(), LaunchFailure> {
         let Self { user, group } = self;
         for (path, text) in [
             ("/proc/self/setgroups", "deny".to_owned()),
@@ -651,7 +662,7 @@ impl Ids {
                 .write(true)
                 .open(path)
                 .and_then(|mut file| file.write_all(text.as_bytes()));
-            written.map_err(|error| failed(Step::Map, path, error))?;
+            written.map_err(|error| failed(LaunchStep::Map, path, error))?;
         }
         Ok(())
     }
@@ -661,43 +672,43 @@ impl Ids {
 /// task, builds the view, confines itself, then forks the command or serves file requests.
 fn first(
     token: OneThread,
-    base: Base,
-    (ids, network): (Ids, Net),
+    base: NamespaceBase,
+    (ids, network): (OuterIds, NetworkNamespace),
     end: OwnedFd,
-    learn: impl FnOnce() -> Option<Charge>,
+    learn: impl FnOnce() -> Option<LauncherTask>,
 ) -> ! {
     // If the launcher dies, this process must die too, and with it every process in its namespaces.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
     if launcher_is_gone(&end) {
         confine::exit(FAILED)
     }
-    let entered = || -> Result<(), Failure> {
+    let entered = || -> Result<(), LaunchFailure> {
         if base.user {
             ids.map()?;
         }
-        if network == Net::Given && base.loopback {
-            confine::loopback_up().map_err(|error| failed(Step::Network, b"", error))?;
+        if network == NetworkNamespace::Given && base.loopback {
+            confine::loopback_up().map_err(|error| failed(LaunchStep::Network, b"", error))?;
         }
         Ok(())
     };
     let entered = entered();
-    let parts = view::Parts::make(base);
+    let parts = view::DetachedMounts::make(base);
     // Other processes must not read this memory; the command is a new program with its own setting.
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
     let Some(charge) = learn() else {
         confine::exit(FAILED)
     };
-    let Charge {
+    let LauncherTask {
         confinement,
         work,
         report,
     } = charge;
-    let built = || -> Result<view::Kept, Failure> {
+    let built = || -> Result<view::HeldDescriptors, LaunchFailure> {
         entered?;
         // A step that failed in advance may succeed now.
-        let parts = parts.or_else(|_| view::Parts::make(base))?;
+        let parts = parts.or_else(|_| view::DetachedMounts::make(base))?;
         let Some(namespaces) = &confinement.namespaces else {
-            return Err(failed(Step::Order, b"", Errno::BADMSG));
+            return Err(failed(LaunchStep::Order, b"", Errno::BADMSG));
         };
         listen(&report, &namespaces.listeners)?;
         let kept = view::build(namespaces, parts, work.has_terminal())?;
@@ -709,12 +720,12 @@ fn first(
         Err(failure) => give_up(&report, failure),
     };
     let command = match work {
-        Work::Command(command, _) => command,
-        Work::Files(socket) => serve(&confinement, &socket, report),
+        LaunchWork::Command(command, _) => command,
+        LaunchWork::Files(socket) => serve(&confinement, &socket, report),
     };
     let command = match confine::lend(token, || lead_session(token, &command, &report)) {
         Ok(pid) => pid,
-        Err(error) => give_up(&report, failed(Step::Fork, b"", error)),
+        Err(error) => give_up(&report, failed(LaunchStep::Fork, b"", error)),
     };
     // The server waits until the report socket is closed, also by this process.
     drop(report);
@@ -736,7 +747,7 @@ fn first(
         confine::exit(FAILED)
     };
     let usage = confine::used_by_children();
-    End { status, usage }.write(end);
+    FinalMessage { status, usage }.write(end);
     confine::exit(0)
 }
 
@@ -748,7 +759,7 @@ fn launcher_is_gone(end: &OwnedFd) -> bool {
     fds[0].revents().contains(PollFlags::ERR)
 }
 
-fn lead_session(token: OneThread, command: &Command, report: &OwnedFd) -> ! {
+fn lead_session(token: OneThread, command: &SandboxedCommand, report: &OwnedFd) -> ! {
     let session = || -> io::Result<()> {
         rustix::process::setsid()?;
         if command.terminal {
@@ -757,13 +768,13 @@ fn lead_session(token: OneThread, command: &Command, report: &OwnedFd) -> ! {
         Ok(())
     };
     if let Err(error) = session() {
-        give_up(report, failed(Step::Session, b"", error))
+        give_up(report, failed(LaunchStep::Session, b"", error))
     }
     execute(token, command, report)
 }
 
 /// Drops, for this process and all its future children, every right that the command must not have.
-fn confine_self(confinement: &Confinement) -> Result<(), Failure> {
+fn confine_self(confinement: &Confinement) -> Result<(), LaunchFailure> {
     if confinement.drop_capabilities {
         let dropped = || -> io::Result<()> {
             // Without the privilege to do so, this process has no capabilities to drop.
@@ -781,12 +792,12 @@ fn confine_self(confinement: &Confinement) -> Result<(), Failure> {
             rustix::thread::set_capabilities(None, none)?;
             Ok(())
         };
-        dropped().map_err(|error| failed(Step::Capabilities, b"", error))?;
+        dropped().map_err(|error| failed(LaunchStep::Capabilities, b"", error))?;
     }
     rustix::thread::set_no_new_privs(true)
-        .map_err(|error| failed(Step::Capabilities, b"", error))?;
+        .map_err(|error| failed(LaunchStep::Capabilities, b"", error))?;
     if let Some(landlock) = &confinement.landlock {
-        restrict(landlock).map_err(|error| failed(Step::Landlock, b"", error))?;
+        restrict(landlock).map_err(|error| failed(LaunchStep::Landlock, b"", error))?;
     }
     for program in &confinement.seccomp {
         let program: Vec<_> = program
@@ -803,7 +814,7 @@ fn confine_self(confinement: &Confinement) -> Result<(), Failure> {
                 seccompiler::Error::Prctl(error) | seccompiler::Error::Seccomp(error) => error,
                 _ => io::Error::from_raw_os_error(libc::EINVAL),
             };
-            failed(Step::Filter, b"", errno)
+            failed(LaunchStep::Filter, b"", errno)
         })?;
     }
     Ok(())
@@ -873,16 +884,19 @@ fn restrict(plan: &Landlock) -> io::Result<()> {
 }
 
 /// Executes the command in this process.
-fn execute(token: OneThread, command: &Command, report: &OwnedFd) -> ! {
+fn execute(token: OneThread, command: &SandboxedCommand, report: &OwnedFd) -> ! {
     for &(resource, value) in &command.limits {
         if let Err(error) = confine::limit(resource, value) {
-            give_up(report, failed(Step::Limit, resource.to_string(), error))
+            give_up(
+                report,
+                failed(LaunchStep::Limit, resource.to_string(), error),
+            )
         }
     }
     if let Err(error) = rustix::process::chdir(command.cwd.as_slice()) {
-        give_up(report, failed(Step::Directory, &command.cwd, error))
+        give_up(report, failed(LaunchStep::Directory, &command.cwd, error))
     }
-    let strings = |texts: &[Text]| -> Vec<CString> {
+    let strings = |texts: &[SystemText]| -> Vec<CString> {
         let each = texts.iter().cloned().map(CString::new);
         each.collect::<Result<_, _>>().unwrap_or_default()
     };
@@ -891,18 +905,18 @@ fn execute(token: OneThread, command: &Command, report: &OwnedFd) -> ! {
     confine::default_signals(token);
     confine::release_signals(token);
     confine::close_on_exec();
-    tell(report, &Report::Started);
+    tell(report, &LaunchReport::Started);
     let error = confine::execute(&candidates, &argv, &env);
-    give_up(report, failed(Step::Execute, b"", error))
+    give_up(report, failed(LaunchStep::Execute, b"", error))
 }
 
 /// Determines what this machine can enforce, by trying it.
-fn probe(token: OneThread) -> Host {
-    let mut found = Host {
+fn probe(token: OneThread) -> HostFeatures {
+    let mut found = HostFeatures {
         kernel: host::kernel_release(),
         landlock: confine::landlock_version(),
         seccomp: confine::has_seccomp(),
-        ..Host::nothing("not tried")
+        ..HostFeatures::nothing("not tried")
     };
     let (user, tried) = try_namespaces(token, true);
     found.user_namespaces = user;
@@ -933,15 +947,15 @@ fn try_namespaces(token: OneThread, user: bool) -> (Result<(), String>, [i32; 4]
     let Ok((read, write)) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC) else {
         return (Err("out of descriptors".to_owned()), nothing);
     };
-    let ids = Ids::own();
+    let ids = OuterIds::own();
     let mut flags = libc::CLONE_NEWNS | libc::CLONE_NEWPID | libc::CLONE_NEWIPC;
     if user {
         flags |= libc::CLONE_NEWUSER;
     }
     let child = match confine::fork(token, flags) {
-        Ok(Fork::Child) => {
+        Ok(ForkSide::Child) => {
             let errno =
-                |result: Result<(), Failure>| result.err().map_or(0, |failure| failure.errno);
+                |result: Result<(), LaunchFailure>| result.err().map_or(0, |failure| failure.errno);
             let mapped = errno(if user { ids.map() } else { Ok(()) });
             let api = errno(view::try_attributes());
             let proc = errno(view::try_proc());
@@ -957,7 +971,7 @@ fn try_namespaces(token: OneThread, user: bool) -> (Result<(), String>, [i32; 4]
             let _ = File::from(write).write_all(&bytes);
             confine::exit(0)
         }
-        Ok(Fork::Parent(pid)) => pid,
+        Ok(ForkSide::Parent(pid)) => pid,
         Err(error) => return (Err(error.to_string()), nothing),
     };
     drop(write);

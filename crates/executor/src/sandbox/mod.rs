@@ -32,7 +32,9 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use exec_server_protocol::sandbox::{Access, Enforcement, EnforcementLevel, Network, Sandbox};
+use exec_server_protocol::sandbox::{
+    EnforcementLevel, EnforcementReport, NetworkPermission, PathAccess, Sandbox,
+};
 use rustix::fs::MemfdFlags;
 use rustix::io::Errno;
 use rustix::net::{
@@ -41,18 +43,18 @@ use rustix::net::{
 };
 use rustix::process::{Pid, PidfdFlags};
 
-use self::denial::Facts;
-use self::host::Host;
-use self::launcher::{Failure, Order, Report, Step};
-use self::placeholder::{Hold, Placeholder};
-use self::plan::{Base, Command, Confinement, Plan};
-use self::policy::{Context, Disk as _, Kind, Policy, RealDisk};
-pub(crate) use self::standby::Request;
+use self::denial::DenialFacts;
+use self::host::HostFeatures;
+use self::launcher::{LaunchFailure, LaunchOrder, LaunchReport, LaunchStep};
+use self::placeholder::{HoldResult, Placeholder};
+use self::plan::{Confinement, NamespaceBase, SandboxPlan, SandboxedCommand};
+use self::policy::{Disk as _, PathType, PolicyDirectories, RealDisk, ResolvedPolicy};
+pub(crate) use self::standby::ForkRequest;
 use self::standby::Standby;
-use crate::spec::{Prepared, PrivateNetwork, Spec, StartError};
-use crate::tree::{TAG_RESOURCE, Tag};
+use crate::spec::{PreparedSpec, PrivateNetwork, ProcessSpec, StartError};
+use crate::tree::{TAG_RESOURCE, TreeTag};
 use exec_server_sys::launch::{Launch, launch};
-use exec_server_sys::reap::Usage;
+use exec_server_sys::reap::ResourceUsage;
 
 /// Processes of a sandbox besides the command: the launcher and the first process of its
 /// namespaces.
@@ -60,27 +62,27 @@ const OWN_PROCESSES: u64 = 2;
 
 /// Prepared confinement of a command, with what to report about it.
 #[derive(Debug)]
-pub(crate) struct Prison {
+pub(crate) struct PreparedSandbox {
     confinement: Confinement,
     /// The enforcement that is reported to the client.
-    pub(crate) enforcement: Enforcement,
+    pub(crate) enforcement: EnforcementReport,
     /// Properties of the sandbox that denial detection uses.
-    pub(crate) facts: Facts,
+    pub(crate) facts: DenialFacts,
     /// Held until the command has ended.
     pub(crate) placeholders: Vec<Placeholder>,
 }
 
-impl Prison {
+impl PreparedSandbox {
     /// Returns a sandbox that restricts nothing.
     pub(crate) fn open() -> Self {
         Self {
             confinement: Confinement::default(),
-            enforcement: Enforcement {
+            enforcement: EnforcementReport {
                 level: EnforcementLevel::None,
                 mechanisms: Vec::new(),
                 missing: Vec::new(),
             },
-            facts: Facts::default(),
+            facts: DenialFacts::default(),
             placeholders: Vec::new(),
         }
     }
@@ -97,8 +99,8 @@ impl Prison {
     }
 
     /// Returns the namespaces of the command.
-    fn base(&self) -> Option<Base> {
-        self.confinement.namespaces.as_ref().map(Base::of)
+    fn base(&self) -> Option<NamespaceBase> {
+        self.confinement.namespaces.as_ref().map(NamespaceBase::of)
     }
 
     /// Returns the number of processes that count against limits but do not belong to the command.
@@ -116,13 +118,13 @@ impl Prison {
 /// Reads the disk, so it must not run on an async worker.
 pub(crate) fn prepare(
     sandbox: &Sandbox,
-    spec: &Spec,
-    host: &Host,
+    spec: &ProcessSpec,
+    host: &HostFeatures,
     hidden: &[PathBuf],
-) -> Result<Prison, StartError> {
+) -> Result<PreparedSandbox, StartError> {
     let refused = |error: &dyn std::fmt::Display| StartError::Refused(error.to_string());
     let disk = RealDisk;
-    let context = Context {
+    let context = PolicyDirectories {
         env: &spec.env,
         disk: &disk,
         hidden,
@@ -134,21 +136,24 @@ pub(crate) fn prepare(
 }
 
 /// Decides how to give a command a private network, without other restrictions.
-pub(crate) fn prepare_network(network: &PrivateNetwork, host: &Host) -> Result<Prison, StartError> {
-    let policy = Policy {
+pub(crate) fn prepare_network(
+    network: &PrivateNetwork,
+    host: &HostFeatures,
+) -> Result<PreparedSandbox, StartError> {
+    let policy = ResolvedPolicy {
         view: None,
-        network: Network::Enabled,
+        network: NetworkPermission::Enabled,
     };
     confine(policy, false, host, Some(network))
 }
 
 /// Decides how to enforce a resolved policy, and creates the placeholders that it needs.
 fn confine(
-    mut policy: Policy,
+    mut policy: ResolvedPolicy,
     allow_partial: bool,
-    host: &Host,
+    host: &HostFeatures,
     network: Option<&PrivateNetwork>,
-) -> Result<Prison, StartError> {
+) -> Result<PreparedSandbox, StartError> {
     let refused = |error: &dyn std::fmt::Display| StartError::Refused(error.to_string());
     let disk = RealDisk;
     let mut placeholders = Vec::new();
@@ -158,12 +163,12 @@ fn confine(
     {
         for path in std::mem::take(&mut view.missing) {
             match placeholder::hold(&path) {
-                Ok(Hold::Held(held)) => {
+                Ok(HoldResult::Held(held)) => {
                     placeholders.push(held);
                     view.missing.insert(path);
                 }
-                Ok(Hold::Exists) => {}
-                Ok(Hold::Impossible) => {
+                Ok(HoldResult::Exists) => {}
+                Ok(HoldResult::Impossible) => {
                     view.rules.remove(&path);
                 }
                 Err(error) => {
@@ -176,8 +181,8 @@ fn confine(
             }
         }
     }
-    let is_directory = |path: &Path| matches!(disk.kind(path), Ok(Some(Kind::Directory)));
-    let options = plan::Options {
+    let is_directory = |path: &Path| matches!(disk.kind(path), Ok(Some(PathType::Directory)));
+    let options = plan::PlanOptions {
         root,
         allow_partial,
         is_directory: &is_directory,
@@ -185,21 +190,21 @@ fn confine(
     };
     let (confinement, enforcement) =
         plan::build(&policy, host, options).map_err(|error| refused(&error))?;
-    let facts = Facts {
+    let facts = DenialFacts {
         confined: confinement != Confinement::default(),
         read_only: policy
             .view
             .as_ref()
-            .is_some_and(|view| view.access(Path::new("/")) != Access::Write),
+            .is_some_and(|view| view.access(Path::new("/")) != PathAccess::Write),
         // Without capabilities, even root is denied access to files.
         refuses_access: policy
             .view
             .as_ref()
             .is_some_and(|view| view.hides() || root)
             || confinement.namespaces.is_none() && confinement.landlock.is_some(),
-        network: policy.network == Network::Restricted || network.is_some(),
+        network: policy.network == NetworkPermission::Restricted || network.is_some(),
     };
-    Ok(Prison {
+    Ok(PreparedSandbox {
         confinement,
         enforcement,
         facts,
@@ -208,27 +213,27 @@ fn confine(
 }
 
 /// Order for a launcher, with the socket on which its reports arrive.
-pub(crate) struct Errand {
+pub(crate) struct PendingLaunch {
     order: OwnedFd,
     theirs: OwnedFd,
     ours: OwnedFd,
     /// The launcher's end of the socket for file requests.
     work: Option<OwnedFd>,
     /// The namespaces that the launcher creates.
-    base: Option<Base>,
+    base: Option<NamespaceBase>,
 }
 
 /// Process of a sandboxed command, identified in the server's PID namespace.
 #[derive(Debug)]
-pub(crate) struct Inside {
+pub(crate) struct SandboxedChild {
     /// Leader of a separate session and process group.
     pub(crate) pid: Pid,
     /// Still refers to this process if its pid is used again.
     pub(crate) pidfd: OwnedFd,
 }
 
-impl Errand {
-    fn new(order: &Order) -> io::Result<Self> {
+impl PendingLaunch {
+    fn new(order: &LaunchOrder) -> io::Result<Self> {
         let bytes = postcard::to_allocvec(order).map_err(io::Error::other)?;
         let file = rustix::fs::memfd_create(c"exec-server-order", MemfdFlags::CLOEXEC)?;
         let mut file = File::from(file);
@@ -252,8 +257,8 @@ impl Errand {
     }
 
     /// Creates an order to serve file requests, and the server's end of the socket for them.
-    pub(crate) fn serve(prison: &Prison) -> io::Result<(OwnedFd, Self)> {
-        let mut errand = Self::new(&Order::Serve(Box::new(prison.confinement.clone())))?;
+    pub(crate) fn serve(prison: &PreparedSandbox) -> io::Result<(OwnedFd, Self)> {
+        let mut errand = Self::new(&LaunchOrder::Serve(Box::new(prison.confinement.clone())))?;
         let (ours, theirs) = rustix::net::socketpair(
             AddressFamily::UNIX,
             SocketType::STREAM,
@@ -267,8 +272,8 @@ impl Errand {
 
     /// Creates an order to run a command.
     pub(crate) fn run(
-        prison: &Prison,
-        prepared: &Prepared,
+        prison: &PreparedSandbox,
+        prepared: &PreparedSpec,
         limits: &[(u32, u64)],
         terminal: bool,
     ) -> io::Result<Self> {
@@ -277,8 +282,8 @@ impl Errand {
         if prison.confinement.drop_capabilities {
             limits.push((libc::RLIMIT_CORE, 0));
         }
-        let errand = Self::new(&Order::Run(Box::new(Plan {
-            command: Command {
+        let errand = Self::new(&LaunchOrder::Run(Box::new(SandboxPlan {
+            command: SandboxedCommand {
                 candidates: texts(&prepared.candidates),
                 argv: texts(&prepared.argv),
                 env: texts(&prepared.env),
@@ -305,7 +310,7 @@ impl Errand {
 
     /// Waits until a process that serves file requests is ready. Blocks.
     pub(crate) fn wait_served(self) -> Result<(), StartError> {
-        self.wait(&Spec::default()).map(drop)
+        self.wait(&ProcessSpec::default()).map(drop)
     }
 
     /// Waits until the command runs. Blocks.
@@ -313,7 +318,7 @@ impl Errand {
     /// # Errors
     ///
     /// The failure that prevented the start. The launcher has ended then, or is about to end.
-    pub(crate) fn wait(self, spec: &Spec) -> Result<Begun, StartError> {
+    pub(crate) fn wait(self, spec: &ProcessSpec) -> Result<StartedLaunch, StartError> {
         let Self {
             theirs,
             ours,
@@ -326,20 +331,20 @@ impl Errand {
         let mut listeners = Vec::new();
         loop {
             match receive(&ours) {
-                Ok(Some(Received {
+                Ok(Some(ReceivedReport {
                     report,
                     from,
                     files,
                 })) => match report {
-                    Report::Started => started = Some(from),
-                    Report::Failed(failure) => return Err(explain(failure, spec)),
-                    Report::Listening => listeners = files,
-                    Report::Host(_) => {}
+                    LaunchReport::Started => started = Some(from),
+                    LaunchReport::Failed(failure) => return Err(explain(failure, spec)),
+                    LaunchReport::Listening => listeners = files,
+                    LaunchReport::Host(_) => {}
                 },
                 Ok(None) => {
                     let ended = || io::Error::other("the sandbox launcher ended early");
-                    let ledger = Ledger(order);
-                    let begun = started.map(|leader| Begun {
+                    let ledger = OrderFile(order);
+                    let begun = started.map(|leader| StartedLaunch {
                         leader,
                         listeners,
                         ledger,
@@ -361,25 +366,25 @@ impl Errand {
 }
 
 /// Result of a successful start by a launcher.
-pub(crate) struct Begun {
+pub(crate) struct StartedLaunch {
     /// Pid of the command in the server's PID namespace.
     pub(crate) leader: Option<Pid>,
     /// Listeners in the command's network namespace, in the order of the plan.
     pub(crate) listeners: Vec<OwnedFd>,
-    pub(crate) ledger: Ledger,
+    pub(crate) ledger: OrderFile,
 }
 
 /// File that contains the order, and later the resource usage of the command. The launcher
 /// overwrites the order with the usage after the command has ended.
 #[derive(Debug)]
-pub(crate) struct Ledger(OwnedFd);
+pub(crate) struct OrderFile(OwnedFd);
 
-impl Ledger {
+impl OrderFile {
     /// Larger than any encoded usage.
     const MAX_BYTES: usize = 64;
 
     /// Returns the usage; `None` if the launcher ended before it wrote it.
-    pub(crate) fn usage(&self) -> Option<Usage> {
+    pub(crate) fn usage(&self) -> Option<ResourceUsage> {
         let mut bytes = [0; Self::MAX_BYTES];
         let read = rustix::io::pread(&self.0, &mut bytes, 0).ok()?;
         postcard::from_bytes(&bytes[..read]).ok()
@@ -390,7 +395,7 @@ impl Ledger {
         rustix::fs::ftruncate(&self.0, 0)
     }
 
-    fn tell(&self, usage: &Usage) {
+    fn tell(&self, usage: &ResourceUsage) {
         let mut bytes = [0; Self::MAX_BYTES];
         if let Ok(bytes) = postcard::to_slice(usage, &mut bytes) {
             // A failed write cannot be reported anywhere.
@@ -400,14 +405,14 @@ impl Ledger {
 }
 
 /// Report of a launcher, with its sender and the attached descriptors.
-struct Received {
-    report: Report,
+struct ReceivedReport {
+    report: LaunchReport,
     from: Option<Pid>,
     files: Vec<OwnedFd>,
 }
 
 /// Returns the next report; `None` at the end of the stream.
-fn receive(socket: &OwnedFd) -> io::Result<Option<Received>> {
+fn receive(socket: &OwnedFd) -> io::Result<Option<ReceivedReport>> {
     const SPACE: usize = rustix::cmsg_space!(ScmCredentials(1), ScmRights(launcher::MAX_LISTENERS));
     let mut bytes = vec![0; 64 * 1024];
     loop {
@@ -440,7 +445,7 @@ fn receive(socket: &OwnedFd) -> io::Result<Option<Received>> {
         }
         let report = postcard::from_bytes(&bytes[..received.bytes])
             .map_err(|error| io::Error::other(format!("odd report: {error}")))?;
-        return Ok(Some(Received {
+        return Ok(Some(ReceivedReport {
             report,
             from,
             files,
@@ -448,14 +453,14 @@ fn receive(socket: &OwnedFd) -> io::Result<Option<Received>> {
     }
 }
 
-fn explain(failure: Failure, spec: &Spec) -> StartError {
+fn explain(failure: LaunchFailure, spec: &ProcessSpec) -> StartError {
     let source = io::Error::from_raw_os_error(failure.errno);
     match failure.step {
-        Step::Directory => StartError::WorkingDirectory {
+        LaunchStep::Directory => StartError::WorkingDirectory {
             path: spec.cwd.clone(),
             source,
         },
-        Step::Execute => StartError::Program {
+        LaunchStep::Execute => StartError::Program {
             program: spec.argv.first().cloned().unwrap_or_default(),
             source,
         },
@@ -475,16 +480,16 @@ fn explain(failure: Failure, spec: &Spec) -> StartError {
 }
 
 /// Opens a pidfd and then checks the identity of the process: the pid may have been used again.
-pub(crate) fn inside(pid: Pid, is_ours: impl FnOnce(Pid) -> bool) -> Option<Inside> {
+pub(crate) fn inside(pid: Pid, is_ours: impl FnOnce(Pid) -> bool) -> Option<SandboxedChild> {
     let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()?;
-    is_ours(pid).then_some(Inside { pid, pidfd })
+    is_ours(pid).then_some(SandboxedChild { pid, pidfd })
 }
 
 /// Executable that launches sandboxes.
 #[derive(Debug, Default)]
 pub(crate) struct Launcher {
     path: Option<CString>,
-    host: OnceLock<Result<Host, String>>,
+    host: OnceLock<Result<HostFeatures, String>>,
     standby: Standby,
 }
 
@@ -511,7 +516,7 @@ impl Launcher {
     pub(crate) fn fork(
         &self,
         null: BorrowedFd<'_>,
-        request: &Request<'_>,
+        request: &ForkRequest<'_>,
     ) -> io::Result<(Pid, OwnedFd)> {
         let path = self.path.as_deref().ok_or(io::ErrorKind::NotFound)?;
         self.standby
@@ -535,7 +540,7 @@ impl Launcher {
     }
 
     /// Returns what this machine can enforce. The first call probes the kernel and blocks.
-    pub(crate) fn host(&self, null: &OwnedFd) -> Result<&Host, StartError> {
+    pub(crate) fn host(&self, null: &OwnedFd) -> Result<&HostFeatures, StartError> {
         let path = self.path()?;
         let found = self.host.get_or_init(|| {
             probe(path, null).map_err(|error| format!("cannot run the sandbox launcher: {error}"))
@@ -551,7 +556,7 @@ impl Launcher {
 pub(crate) fn launch_alone(
     path: &CStr,
     null: BorrowedFd<'_>,
-    errand: &Errand,
+    errand: &PendingLaunch,
 ) -> io::Result<(Pid, OwnedFd)> {
     launch(&Launch {
         candidates: &[path],
@@ -564,7 +569,7 @@ pub(crate) fn launch_alone(
         controlling_terminal: false,
         // The server's tag separates the launcher from descendants of commands. A launcher that
         // later runs a command gets the tag of that command.
-        limits: &[(TAG_RESOURCE, Tag::of_server().0)],
+        limits: &[(TAG_RESOURCE, TreeTag::of_server().0)],
         groups: &[],
         extra: &errand.descriptors(),
     })
@@ -572,17 +577,17 @@ pub(crate) fn launch_alone(
 }
 
 /// Runs a launcher that reports what this machine can enforce.
-fn probe(path: &CStr, null: &OwnedFd) -> io::Result<Host> {
-    let errand = Errand::new(&Order::Probe)?;
+fn probe(path: &CStr, null: &OwnedFd) -> io::Result<HostFeatures> {
+    let errand = PendingLaunch::new(&LaunchOrder::Probe)?;
     let (pid, _pidfd) = launch_alone(path, null.as_fd(), &errand)?;
-    let Errand { ours, theirs, .. } = errand;
+    let PendingLaunch { ours, theirs, .. } = errand;
     drop(theirs);
     let report = receive(&ours);
     // The launcher exits after the report.
     let _ = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty());
     match report? {
-        Some(Received {
-            report: Report::Host(host),
+        Some(ReceivedReport {
+            report: LaunchReport::Host(host),
             ..
         }) => Ok(host),
         _ => Err(io::Error::other("it does not answer")),
@@ -595,7 +600,7 @@ fn probe(path: &CStr, null: &OwnedFd) -> io::Result<Host> {
 /// # Errors
 ///
 /// If there is no launcher or it cannot be run.
-pub fn examine(path: Option<&Path>) -> io::Result<Host> {
+pub fn examine(path: Option<&Path>) -> io::Result<HostFeatures> {
     let launcher = Launcher::new(path);
     let null: OwnedFd = File::options()
         .read(true)

@@ -29,7 +29,7 @@ const MODE: u32 = 0o1555;
 const ATTEMPTS: usize = 16;
 
 /// Placeholder directory that this program uses or has used recently.
-struct Held {
+struct PlaceholderEntry {
     users: usize,
     /// When its last user released it; `None` while it is used.
     idle_since: Option<Instant>,
@@ -39,8 +39,9 @@ struct Held {
     directory: OwnedFd,
 }
 
-fn table() -> MutexGuard<'static, HashMap<PathBuf, Held>> {
-    static HELD: LazyLock<Mutex<HashMap<PathBuf, Held>>> = LazyLock::new(Mutex::default);
+fn table() -> MutexGuard<'static, HashMap<PathBuf, PlaceholderEntry>> {
+    static HELD: LazyLock<Mutex<HashMap<PathBuf, PlaceholderEntry>>> =
+        LazyLock::new(Mutex::default);
     HELD.lock()
 }
 
@@ -69,7 +70,7 @@ impl Drop for Placeholder {
 /// How long an unused directory stays.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// Number of [`Keeper`]s: code that will call [`clear`] before the program ends.
+/// Number of [`PlaceholderRetention`]s: code that will call [`clear`] before the program ends.
 static KEEPERS: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether a thread removes idle directories.
@@ -77,16 +78,16 @@ static WATCHED: AtomicBool = AtomicBool::new(false);
 
 /// While a value of this type exists, idle directories stay for a moment.
 #[derive(Debug)]
-pub(crate) struct Keeper(());
+pub(crate) struct PlaceholderRetention(());
 
-impl Keeper {
+impl PlaceholderRetention {
     pub(crate) fn new() -> Self {
         KEEPERS.fetch_add(1, Ordering::SeqCst);
         Self(())
     }
 }
 
-impl Drop for Keeper {
+impl Drop for PlaceholderRetention {
     fn drop(&mut self) {
         if KEEPERS.fetch_sub(1, Ordering::SeqCst) == 1 {
             clear();
@@ -103,7 +104,8 @@ pub(crate) fn clear() {
 /// idle.
 fn sweep(age: Duration) -> bool {
     let mut table = table();
-    let is_old = |held: &Held| held.idle_since.is_some_and(|since| since.elapsed() >= age);
+    let is_old =
+        |held: &PlaceholderEntry| held.idle_since.is_some_and(|since| since.elapsed() >= age);
     let old: Vec<PathBuf> = table
         .iter()
         .filter(|(_, held)| is_old(held))
@@ -144,7 +146,7 @@ fn watch() -> bool {
 
 /// Result of an attempt to hold a path.
 #[derive(Debug)]
-pub(crate) enum Hold {
+pub(crate) enum HoldResult {
     /// The placeholder is held.
     Held(Placeholder),
     /// Something else exists at the path now.
@@ -170,29 +172,29 @@ pub(crate) fn is_one(path: &Path) -> bool {
 /// # Errors
 ///
 /// If the disk fails with an error that does not show what the process could do.
-pub(crate) fn hold(path: &Path) -> io::Result<Hold> {
+pub(crate) fn hold(path: &Path) -> io::Result<HoldResult> {
     let mut table = table();
     if let Some(held) = table.get_mut(path) {
         // Another process may have removed the directory.
         if rustix::fs::fstat(&held.directory)?.st_nlink > 0 {
             held.users += 1;
             held.idle_since = None;
-            return Ok(Hold::Held(Placeholder(path.to_owned())));
+            return Ok(HoldResult::Held(Placeholder(path.to_owned())));
         }
         table.remove(path);
     }
     let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
-        return Ok(Hold::Exists);
+        return Ok(HoldResult::Exists);
     };
     let Ok(parent) = open_directory(rustix::fs::CWD, above) else {
-        return Ok(Hold::Impossible);
+        return Ok(HoldResult::Impossible);
     };
     for _ in 0..ATTEMPTS {
         let made = match rustix::fs::mkdirat(&parent, name, Mode::from_raw_mode(MODE)) {
             Ok(()) => true,
             Err(Errno::EXIST) => false,
             Err(Errno::ACCESS | Errno::PERM | Errno::ROFS | Errno::NOENT | Errno::NOTDIR) => {
-                return Ok(Hold::Impossible);
+                return Ok(HoldResult::Impossible);
             }
             Err(error) => return Err(error.into()),
         };
@@ -200,13 +202,13 @@ pub(crate) fn hold(path: &Path) -> io::Result<Hold> {
             Ok(directory) => directory,
             // Removed by its previous user, or it is a file or a link.
             Err(Errno::NOENT) => continue,
-            Err(_) => return Ok(Hold::Exists),
+            Err(_) => return Ok(HoldResult::Exists),
         };
         let stat = rustix::fs::fstat(&directory)?;
         let marked = stat.st_mode & 0o7777 == MODE;
         // A placeholder of another user works as well: it stays while the lock is held.
         if !made && (!marked || !is_empty(&directory)?) {
-            return Ok(Hold::Exists);
+            return Ok(HoldResult::Exists);
         }
         match rustix::fs::flock(&directory, FlockOperation::NonBlockingLockShared) {
             Ok(()) => {}
@@ -220,7 +222,7 @@ pub(crate) fn hold(path: &Path) -> io::Result<Hold> {
             // A strict umask has cleared bits of the mode.
             rustix::fs::fchmod(&directory, Mode::from_raw_mode(MODE))?;
         }
-        let held = Held {
+        let held = PlaceholderEntry {
             users: 1,
             idle_since: None,
             parent,
@@ -228,10 +230,10 @@ pub(crate) fn hold(path: &Path) -> io::Result<Hold> {
             directory,
         };
         table.insert(path.to_owned(), held);
-        return Ok(Hold::Held(Placeholder(path.to_owned())));
+        return Ok(HoldResult::Held(Placeholder(path.to_owned())));
     }
     // Another process holds an exclusive lock: the directory exists, and must not be removed here.
-    Ok(Hold::Exists)
+    Ok(HoldResult::Exists)
 }
 
 fn open_directory(at: impl std::os::fd::AsFd, path: &Path) -> rustix::io::Result<OwnedFd> {
@@ -254,7 +256,7 @@ fn is_empty(directory: &OwnedFd) -> io::Result<bool> {
 }
 
 /// Removes a directory, unless another process still uses it or has put a file into it.
-fn remove(held: &Held) {
+fn remove(held: &PlaceholderEntry) {
     if rustix::fs::flock(&held.directory, FlockOperation::NonBlockingLockExclusive).is_err() {
         return;
     }
@@ -277,11 +279,11 @@ mod tests {
     fn idle_placeholder_is_reused_and_then_removed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(".codex");
-        let keeper = Keeper::new();
+        let keeper = PlaceholderRetention::new();
         drop(hold(&path).unwrap());
         assert!(path.is_dir());
         let held = hold(&path).unwrap();
-        assert!(matches!(held, Hold::Held(_)));
+        assert!(matches!(held, HoldResult::Held(_)));
         clear();
         assert!(path.is_dir());
         drop(held);
@@ -295,11 +297,11 @@ mod tests {
     fn placeholder_is_removed_after_its_last_user() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(".codex");
-        let Hold::Held(first) = hold(&path).unwrap() else {
+        let HoldResult::Held(first) = hold(&path).unwrap() else {
             panic!("not held");
         };
         assert!(is_one(&path));
-        let Hold::Held(second) = hold(&path).unwrap() else {
+        let HoldResult::Held(second) = hold(&path).unwrap() else {
             panic!("not held");
         };
         drop(first);
@@ -318,7 +320,7 @@ mod tests {
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(MODE)).unwrap();
         assert!(is_one(&path));
         let held = hold(&path).unwrap();
-        assert!(matches!(held, Hold::Held(_)));
+        assert!(matches!(held, HoldResult::Held(_)));
         drop(held);
         clear();
         assert!(!path.exists());
@@ -334,11 +336,11 @@ mod tests {
             } else {
                 std::fs::write(&path, "x").unwrap();
             }
-            assert!(matches!(hold(&path).unwrap(), Hold::Exists), "{name}");
+            assert!(matches!(hold(&path).unwrap(), HoldResult::Exists), "{name}");
             assert!(path.exists());
         }
         let path = directory.path().join("filled");
-        let Hold::Held(held) = hold(&path).unwrap() else {
+        let HoldResult::Held(held) = hold(&path).unwrap() else {
             panic!("not held");
         };
         if rustix::process::geteuid().is_root() {
@@ -349,6 +351,9 @@ mod tests {
         }
         let link = directory.path().join("link");
         std::os::unix::fs::symlink("/", &link).unwrap();
-        assert!(matches!(hold(&link.join("x")).unwrap(), Hold::Impossible));
+        assert!(matches!(
+            hold(&link.join("x")).unwrap(),
+            HoldResult::Impossible
+        ));
     }
 }

@@ -7,37 +7,39 @@ use std::collections::BTreeSet;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use exec_server_protocol::sandbox::{Access, Enforcement, EnforcementLevel, Network};
+use exec_server_protocol::sandbox::{
+    EnforcementLevel, EnforcementReport, NetworkPermission, PathAccess,
+};
 use serde::{Deserialize, Serialize};
 
-use super::host::Host;
-use super::policy::{Policy, View};
-use super::seccomp::{self, Filter, Instruction, Traffic};
+use super::host::HostFeatures;
+use super::policy::{AccessRules, ResolvedPolicy};
+use super::seccomp::{self, FilterPurpose, Instruction, SocketAccess};
 use crate::spec::PrivateNetwork;
 
 /// A path or another system string, which need not be UTF-8.
-pub type Text = Vec<u8>;
+pub type SystemText = Vec<u8>;
 
 /// Complete task of a launcher.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Plan {
+pub struct SandboxPlan {
     /// The command to run.
-    pub command: Command,
+    pub command: SandboxedCommand,
     /// Its confinement.
     pub confinement: Confinement,
 }
 
 /// Command to run.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Command {
+pub struct SandboxedCommand {
     /// Paths to try to execute, in order.
-    pub candidates: Vec<Text>,
+    pub candidates: Vec<SystemText>,
     /// Its arguments.
-    pub argv: Vec<Text>,
+    pub argv: Vec<SystemText>,
     /// Its environment.
-    pub env: Vec<Text>,
+    pub env: Vec<SystemText>,
     /// Its working directory.
-    pub cwd: Text,
+    pub cwd: SystemText,
     /// Resource limits, as (resource, value).
     pub limits: Vec<(u32, u64)>,
     /// Whether standard input becomes the controlling terminal.
@@ -65,11 +67,11 @@ pub struct Namespaces {
     /// Also create a network namespace.
     pub network: bool,
     /// Listeners in that network, which are sent to the server.
-    pub listeners: Listeners,
+    pub listeners: LoopbackListeners,
     /// The root of the view.
-    pub root: Root,
+    pub root: ViewRoot,
     /// Mounts on the root; a directory comes before the paths in it.
-    pub mounts: Vec<Mount>,
+    pub mounts: Vec<ViewMount>,
     /// Whether `/proc` shows the processes of the sandbox; otherwise it is the host's, read-only.
     pub fresh_proc: bool,
     /// Whether to cover the entries of a new `/proc` that root could write as their owner.
@@ -78,7 +80,7 @@ pub struct Namespaces {
 
 /// Properties of namespaces that must be known to create them before the rest of the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Base {
+pub(crate) struct NamespaceBase {
     pub(crate) user: bool,
     pub(crate) network: bool,
     /// With a working loopback interface.
@@ -87,7 +89,7 @@ pub(crate) struct Base {
     pub(crate) cover_proc: bool,
 }
 
-impl Base {
+impl NamespaceBase {
     pub(crate) fn of(namespaces: &Namespaces) -> Self {
         Self {
             user: namespaces.user,
@@ -101,14 +103,14 @@ impl Base {
 
 /// Ports of the loopback interface for listeners.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Listeners {
+pub struct LoopbackListeners {
     /// TCP ports.
     pub tcp: Vec<u16>,
     /// UDP ports.
     pub udp: Vec<u16>,
 }
 
-impl Listeners {
+impl LoopbackListeners {
     /// Returns the number of listeners.
     pub fn count(&self) -> usize {
         self.tcp.len() + self.udp.len()
@@ -117,7 +119,7 @@ impl Listeners {
 
 /// Root of a view.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Root {
+pub enum ViewRoot {
     /// The host's root, read-only.
     ReadOnly,
     /// The host's root, unchanged.
@@ -125,24 +127,24 @@ pub enum Root {
     /// Empty except for these links and mount points.
     Empty {
         /// Path and target of each link.
-        links: Vec<(Text, Text)>,
+        links: Vec<(SystemText, SystemText)>,
         /// Path of each mount point, and whether it is a directory.
-        points: Vec<(Text, bool)>,
+        points: Vec<(SystemText, bool)>,
     },
 }
 
 /// Mount over a path of the view.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Mount {
+pub struct ViewMount {
     /// The path.
-    pub path: Text,
+    pub path: SystemText,
     /// The kind of mount.
-    pub what: What,
+    pub what: MountKind,
 }
 
 /// Kind of a mount over a path.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum What {
+pub enum MountKind {
     /// The path itself, read-only.
     ReadOnly,
     /// The path itself, as it is on the host.
@@ -152,7 +154,7 @@ pub enum What {
     /// An inaccessible file or directory.
     Mask {
         /// Relative paths in it that are accessible again, and whether they are directories.
-        points: Vec<(Text, bool)>,
+        points: Vec<(SystemText, bool)>,
     },
 }
 
@@ -165,17 +167,17 @@ pub struct Landlock {
     /// Whether signals and abstract unix sockets are confined to the sandbox.
     pub scoped: bool,
     /// Paths, and whether they are writable.
-    pub rules: Vec<(Text, bool)>,
+    pub rules: Vec<(SystemText, bool)>,
 }
 
 /// Reason why a policy cannot be enforced.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("sandbox intent cannot be enforced on this executor: {0}")]
-pub struct Refusal(pub String);
+pub struct UnenforceablePolicy(pub String);
 
 /// Inputs of the plan besides policy and host.
 #[derive(Clone, Copy)]
-pub struct Options<'a> {
+pub struct PlanOptions<'a> {
     /// Whether the server runs as root, which owns more files than the command may write.
     pub root: bool,
     /// Whether to enforce what is possible and report the rest as missing.
@@ -192,12 +194,12 @@ pub struct Options<'a> {
 ///
 /// If a part of it cannot be enforced on this machine and partial enforcement is not allowed.
 pub fn build(
-    policy: &Policy,
-    host: &Host,
-    options: Options<'_>,
-) -> Result<(Confinement, Enforcement), Refusal> {
+    policy: &ResolvedPolicy,
+    host: &HostFeatures,
+    options: PlanOptions<'_>,
+) -> Result<(Confinement, EnforcementReport), UnenforceablePolicy> {
     let private = options.network;
-    let restricted = private.is_none() && policy.network == Network::Restricted;
+    let restricted = private.is_none() && policy.network == NetworkPermission::Restricted;
     let mut missing = Vec::new();
     let mut mechanisms = Vec::new();
     let mut confinement = Confinement::default();
@@ -206,13 +208,13 @@ pub fn build(
     }
     if private.is_some() {
         // A private network is required even if partial enforcement is allowed.
-        let told = |why| Refusal(format!("managed network: {why}"));
+        let told = |why| UnenforceablePolicy(format!("managed network: {why}"));
         host.private_network().map_err(told)?;
     }
     // A private network needs namespaces; without a view, all files stay as they are in them.
-    let everything = private.map(|_| View {
-        rules: [(PathBuf::from("/"), Access::Write)].into(),
-        ..View::default()
+    let everything = private.map(|_| AccessRules {
+        rules: [(PathBuf::from("/"), PathAccess::Write)].into(),
+        ..AccessRules::default()
     });
     if let Some(view) = policy.view.as_ref().or(everything.as_ref()) {
         confinement.drop_capabilities = true;
@@ -225,7 +227,7 @@ pub fn build(
             mechanisms.extend(network.then_some("network_namespace"));
             confinement.namespaces = Some(namespaces(view, user, network, host, options));
             let root = view.access(Path::new("/"));
-            if host.landlock > 0 && root != Access::Write {
+            if host.landlock > 0 && root != PathAccess::Write {
                 confinement.landlock = Some(second_wall(view, host));
                 mechanisms.push("landlock");
             }
@@ -241,12 +243,12 @@ pub fn build(
             )?;
         }
     }
-    let filter = Filter {
+    let filter = FilterPurpose {
         traffic: match private {
-            Some(network) if network.unix_sockets => Traffic::PrivateAndUnix,
-            Some(_) => Traffic::Private,
-            None if restricted => Traffic::None,
-            None => Traffic::All,
+            Some(network) if network.unix_sockets => SocketAccess::PrivateAndUnix,
+            Some(_) => SocketAccess::Private,
+            None if restricted => SocketAccess::None,
+            None => SocketAccess::All,
         },
         // A process that could enter other namespaces could use their network.
         view_restricted: policy.view.is_some() || private.is_some(),
@@ -260,26 +262,26 @@ pub fn build(
         Err(error) => missing.push(error.to_string()),
     }
     if !missing.is_empty() && !options.allow_partial {
-        return Err(Refusal(missing.join("; ")));
+        return Err(UnenforceablePolicy(missing.join("; ")));
     }
     Ok((confinement, enforcement(mechanisms, missing)))
 }
 
-fn enforcement(mechanisms: Vec<&'static str>, missing: Vec<String>) -> Enforcement {
+fn enforcement(mechanisms: Vec<&'static str>, missing: Vec<String>) -> EnforcementReport {
     let level = match (mechanisms.is_empty(), missing.is_empty()) {
         (true, true) => EnforcementLevel::None,
         (_, true) => EnforcementLevel::Full,
         (true, false) => EnforcementLevel::None,
         (false, false) => EnforcementLevel::Partial,
     };
-    Enforcement {
+    EnforcementReport {
         level,
         mechanisms: mechanisms.into_iter().map(str::to_owned).collect(),
         missing,
     }
 }
 
-fn text(path: impl AsRef<Path>) -> Text {
+fn text(path: impl AsRef<Path>) -> SystemText {
     path.as_ref().as_os_str().as_bytes().to_vec()
 }
 
@@ -289,11 +291,11 @@ fn is_synthetic(path: &Path) -> bool {
 }
 
 fn namespaces(
-    view: &View,
+    view: &AccessRules,
     user: bool,
     network: bool,
-    host: &Host,
-    options: Options<'_>,
+    host: &HostFeatures,
+    options: PlanOptions<'_>,
 ) -> Namespaces {
     let root = view.access(Path::new("/"));
     // In lexical order, a directory comes before its content.
@@ -304,10 +306,10 @@ fn namespaces(
         .into_iter()
         .filter(|path| {
             let access = view.access(path);
-            let covered = is_synthetic(path) && access != Access::Deny;
+            let covered = is_synthetic(path) && access != PathAccess::Deny;
             // A writable root gets a mount even inside a writable directory, so that it cannot be
             // renamed.
-            let differs = access != view.inherited(path) || access == Access::Write;
+            let differs = access != view.inherited(path) || access == PathAccess::Write;
             let pinned = view.pins.contains(*path);
             !covered && (differs || pinned || view.missing.contains(*path))
         })
@@ -317,11 +319,13 @@ fn namespaces(
     for path in laid.clone() {
         let above = path.ancestors().skip(1);
         laid.extend(
-            above.take_while(|path| path.parent().is_some() && view.access(path) == Access::Write),
+            above.take_while(|path| {
+                path.parent().is_some() && view.access(path) == PathAccess::Write
+            }),
         );
     }
     let laid: Vec<&Path> = laid.into_iter().collect();
-    let points_below = |above: &Path| -> Vec<(Text, bool)> {
+    let points_below = |above: &Path| -> Vec<(SystemText, bool)> {
         let below = laid.iter().filter(|path| {
             // Only paths directly on this mount: others lie on mounts that already contain them.
             let layer = laid
@@ -329,7 +333,7 @@ fn namespaces(
                 .rev()
                 .find(|other| **other != **path && path.starts_with(other));
             let on = layer.copied().unwrap_or(Path::new("/"));
-            **path != above && on == above && view.access(path) != Access::Deny
+            **path != above && on == above && view.access(path) != PathAccess::Deny
         });
         below
             .filter_map(|path| {
@@ -342,25 +346,25 @@ fn namespaces(
         .iter()
         .map(|path| {
             let what = match view.access(path) {
-                _ if view.pins.contains(*path) => What::Pin,
-                Access::Read => What::ReadOnly,
-                Access::Write => What::Writable,
-                Access::Deny => What::Mask {
+                _ if view.pins.contains(*path) => MountKind::Pin,
+                PathAccess::Read => MountKind::ReadOnly,
+                PathAccess::Write => MountKind::Writable,
+                PathAccess::Deny => MountKind::Mask {
                     points: points_below(path),
                 },
             };
-            Mount {
+            ViewMount {
                 path: text(path),
                 what,
             }
         })
         .collect();
     let root = match root {
-        Access::Read => Root::ReadOnly,
-        Access::Write => Root::Writable,
-        Access::Deny => {
-            let hangs_free = |link: &Path| view.access(link) == Access::Deny;
-            Root::Empty {
+        PathAccess::Read => ViewRoot::ReadOnly,
+        PathAccess::Write => ViewRoot::Writable,
+        PathAccess::Deny => {
+            let hangs_free = |link: &Path| view.access(link) == PathAccess::Deny;
+            ViewRoot::Empty {
                 links: view
                     .links
                     .iter()
@@ -371,7 +375,7 @@ fn namespaces(
             }
         }
     };
-    let listeners = options.network.map(|network| Listeners {
+    let listeners = options.network.map(|network| LoopbackListeners {
         tcp: network.tcp.clone(),
         udp: network.udp.clone(),
     });
@@ -391,11 +395,11 @@ const ALWAYS_WRITABLE: [&str; 2] = ["/dev", "/proc"];
 
 /// Landlock rules in addition to namespaces: they restrict writing to the paths that the mounts
 /// make writable.
-fn second_wall(view: &View, host: &Host) -> Landlock {
+fn second_wall(view: &AccessRules, host: &HostFeatures) -> Landlock {
     let writable = view
         .rules
         .iter()
-        .filter(|&(_, &access)| access == Access::Write)
+        .filter(|&(_, &access)| access == PathAccess::Write)
         .map(|(path, _)| (text(path), true));
     let always = ALWAYS_WRITABLE.map(|path| (text(path), true));
     Landlock {
@@ -414,21 +418,23 @@ const TRUNCATE_ABI: u32 = 3;
 /// Landlock without namespaces: rules that restrict access inside a granted path cannot be
 /// expressed.
 fn only_landlock(
-    view: &View,
-    host: &Host,
+    view: &AccessRules,
+    host: &HostFeatures,
     why: &str,
     confinement: &mut Confinement,
     mechanisms: &mut Vec<&'static str>,
     missing: &mut Vec<String>,
-) -> Result<(), Refusal> {
+) -> Result<(), UnenforceablePolicy> {
     if host.landlock == 0 {
-        return Err(Refusal(format!("{why}; Landlock is not available either")));
+        return Err(UnenforceablePolicy(format!(
+            "{why}; Landlock is not available either"
+        )));
     }
     let mut count = 0;
     for (path, access) in view.carve_outs() {
         count += 1;
         let what = match access {
-            Access::Deny => "no access to",
+            PathAccess::Deny => "no access to",
             _ => "no writing to",
         };
         missing.push(format!("{what} `{}` ({why})", path.display()));
@@ -437,7 +443,7 @@ fn only_landlock(
         count += 1;
         missing.push(format!("no replacing of `{}` ({why})", pin.display()));
     }
-    if count == 0 && view.access(Path::new("/")) == Access::Write {
+    if count == 0 && view.access(Path::new("/")) == PathAccess::Write {
         return Ok(());
     }
     if host.landlock < TRUNCATE_ABI {
@@ -449,12 +455,12 @@ fn only_landlock(
             host.landlock
         ));
     }
-    let handle_read = view.access(Path::new("/")) == Access::Deny;
-    let mut rules: Vec<(Text, bool)> = view
+    let handle_read = view.access(Path::new("/")) == PathAccess::Deny;
+    let mut rules: Vec<(SystemText, bool)> = view
         .rules
         .iter()
-        .filter(|&(path, &access)| access != Access::Deny && !view.missing.contains(path))
-        .map(|(path, &access)| (text(path), access == Access::Write))
+        .filter(|&(path, &access)| access != PathAccess::Deny && !view.missing.contains(path))
+        .map(|(path, &access)| (text(path), access == PathAccess::Write))
         .collect();
     for device in [
         "/dev/null",

@@ -11,8 +11,8 @@ use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Component, Path, PathBuf};
 
 use exec_server_protocol::sandbox::{
-    Access, Entry, EntryPath, FileSystem, MissingPathBehavior, Network, Permissions, Sandbox,
-    Special,
+    EntryPath, FilePermissions, MissingPathBehavior, NetworkPermission, PathAccess, Permissions,
+    Sandbox, SandboxEntry, SpecialPath,
 };
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use rustix::io::Errno;
@@ -77,7 +77,7 @@ pub enum PolicyError {
 
 /// Type of the file at a path; the last link is not followed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Kind {
+pub enum PathType {
     /// A directory.
     Directory,
     /// A link with this target.
@@ -93,7 +93,7 @@ pub trait Disk {
     /// # Errors
     ///
     /// If the system cannot determine it.
-    fn kind(&self, path: &Path) -> io::Result<Option<Kind>>;
+    fn kind(&self, path: &Path) -> io::Result<Option<PathType>>;
 
     /// Returns the beginning of a small file.
     ///
@@ -114,7 +114,7 @@ pub trait Disk {
 }
 
 /// Context of policy resolution.
-pub struct Context<'a> {
+pub struct PolicyDirectories<'a> {
     /// The environment of the command.
     pub env: &'a BTreeMap<String, String>,
     /// The disk.
@@ -128,11 +128,11 @@ pub struct Context<'a> {
 
 /// Resolved policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Policy {
+pub struct ResolvedPolicy {
     /// File access; `None` if it is not restricted.
-    pub view: Option<View>,
+    pub view: Option<AccessRules>,
     /// Network access.
-    pub network: Network,
+    pub network: NetworkPermission,
 }
 
 /// File access rules by path: the longest path that contains a file decides; without a rule, access
@@ -140,9 +140,9 @@ pub struct Policy {
 ///
 /// Paths contain no links.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct View {
+pub struct AccessRules {
     /// The access to each path.
-    pub rules: BTreeMap<PathBuf, Access>,
+    pub rules: BTreeMap<PathBuf, PathAccess>,
     /// Links that lead to granted paths, and their targets.
     pub links: BTreeMap<PathBuf, PathBuf>,
     /// Links that must not change although their directory is writable.
@@ -151,25 +151,25 @@ pub struct View {
     pub missing: BTreeSet<PathBuf>,
 }
 
-impl View {
+impl AccessRules {
     /// Returns the access to a path.
-    pub fn access(&self, path: &Path) -> Access {
+    pub fn access(&self, path: &Path) -> PathAccess {
         self.rule_above(path.ancestors())
     }
 
     /// Returns the access to a path without its own rule.
-    pub fn inherited(&self, path: &Path) -> Access {
+    pub fn inherited(&self, path: &Path) -> PathAccess {
         self.rule_above(path.ancestors().skip(1))
     }
 
-    fn rule_above<'a>(&self, mut paths: impl Iterator<Item = &'a Path>) -> Access {
+    fn rule_above<'a>(&self, mut paths: impl Iterator<Item = &'a Path>) -> PathAccess {
         paths
             .find_map(|path| self.rules.get(path).copied())
-            .unwrap_or(Access::Deny)
+            .unwrap_or(PathAccess::Deny)
     }
 
     /// Returns the rules that restrict the access of the rule around them.
-    pub fn carve_outs(&self) -> impl Iterator<Item = (&Path, Access)> {
+    pub fn carve_outs(&self) -> impl Iterator<Item = (&Path, PathAccess)> {
         self.rules.iter().filter_map(|(path, &access)| {
             // The root has no rule around it.
             path.parent()?;
@@ -181,32 +181,35 @@ impl View {
     pub fn hides(&self) -> bool {
         self.rules
             .get(Path::new("/"))
-            .is_none_or(|&root| root == Access::Deny)
-            || self.rules.values().any(|&access| access == Access::Deny)
+            .is_none_or(|&root| root == PathAccess::Deny)
+            || self
+                .rules
+                .values()
+                .any(|&access| access == PathAccess::Deny)
     }
 
     /// Adds a rule. Of two rules for the same path, deny has the highest precedence and read the
     /// lowest.
-    fn add(&mut self, path: PathBuf, access: Access) {
+    fn add(&mut self, path: PathBuf, access: PathAccess) {
         let slot = self.rules.entry(path).or_insert(access);
         *slot = (*slot).max(access);
     }
 }
 
-/// Returns how much access a rule grants; the order of [`Access`] itself is precedence.
-fn grants(access: Access) -> u8 {
+/// Returns how much access a rule grants; the order of [`PathAccess`] itself is precedence.
+fn grants(access: PathAccess) -> u8 {
     match access {
-        Access::Deny => 0,
-        Access::Read => 1,
-        Access::Write => 2,
+        PathAccess::Deny => 0,
+        PathAccess::Read => 1,
+        PathAccess::Write => 2,
     }
 }
 
 /// Entry with an absolute path.
 #[derive(Debug, Clone)]
-struct Spelled {
+struct AbsoluteEntry {
     path: PathBuf,
-    access: Access,
+    access: PathAccess,
     skip_missing: bool,
 }
 
@@ -216,27 +219,30 @@ struct Spelled {
 ///
 /// If a path is not valid on this machine, if the sandboxed process could redirect a path of a
 /// rule, or if the disk cannot be read.
-pub fn resolve(sandbox: &Sandbox, context: &Context<'_>) -> Result<Policy, PolicyError> {
+pub fn resolve(
+    sandbox: &Sandbox,
+    context: &PolicyDirectories<'_>,
+) -> Result<ResolvedPolicy, PolicyError> {
     let (entries, depth, network) = match &sandbox.permissions {
         Permissions::Disabled => {
-            return Ok(Policy {
+            return Ok(ResolvedPolicy {
                 view: None,
-                network: Network::Enabled,
+                network: NetworkPermission::Enabled,
             });
         }
         Permissions::External { network }
         | Permissions::Managed {
-            file_system: FileSystem::Unrestricted,
+            file_system: FilePermissions::Unrestricted,
             network,
         } => {
-            return Ok(Policy {
+            return Ok(ResolvedPolicy {
                 view: None,
                 network: *network,
             });
         }
         Permissions::Managed {
             file_system:
-                FileSystem::Restricted {
+                FilePermissions::Restricted {
                     entries,
                     glob_scan_max_depth,
                 },
@@ -254,10 +260,10 @@ pub fn resolve(sandbox: &Sandbox, context: &Context<'_>) -> Result<Policy, Polic
     for entry in entries {
         match &entry.path {
             EntryPath::Special {
-                value: Special::Minimal,
-            } => minimal |= entry.access != Access::Deny,
+                value: SpecialPath::Minimal,
+            } => minimal |= entry.access != PathAccess::Deny,
             EntryPath::GlobPattern { pattern } => {
-                if entry.access == Access::Deny {
+                if entry.access == PathAccess::Deny {
                     patterns.extend(glob::expand_roots(pattern, &roots(sandbox)?));
                 }
             }
@@ -265,26 +271,26 @@ pub fn resolve(sandbox: &Sandbox, context: &Context<'_>) -> Result<Policy, Polic
         }
     }
     if patterns.is_empty() && writes_everywhere(&spelled) {
-        return Ok(Policy {
+        return Ok(ResolvedPolicy {
             view: None,
             network,
         });
     }
     let view = view(&spelled, &patterns, depth, minimal, context)?;
-    Ok(Policy {
+    Ok(ResolvedPolicy {
         view: Some(view),
         network,
     })
 }
 
 /// Returns whether everything is writable and no entry restricts that.
-fn writes_everywhere(entries: &[Spelled]) -> bool {
+fn writes_everywhere(entries: &[AbsoluteEntry]) -> bool {
     let writes = |path: &Path| {
         entries
             .iter()
-            .any(|entry| entry.path == path && entry.access == Access::Write)
+            .any(|entry| entry.path == path && entry.access == PathAccess::Write)
     };
-    let denied = entries.iter().any(|entry| entry.access == Access::Deny);
+    let denied = entries.iter().any(|entry| entry.access == PathAccess::Deny);
     writes(Path::new("/")) && !denied && entries.iter().all(|entry| writes(&entry.path))
 }
 
@@ -299,16 +305,16 @@ fn roots(sandbox: &Sandbox) -> Result<Vec<PathBuf>, PolicyError> {
 
 /// Returns the absolute paths of an entry.
 fn spell(
-    entry: &Entry,
+    entry: &SandboxEntry,
     sandbox: &Sandbox,
-    context: &Context<'_>,
-) -> Result<Vec<Spelled>, PolicyError> {
+    context: &PolicyDirectories<'_>,
+) -> Result<Vec<AbsoluteEntry>, PolicyError> {
     let paths = match &entry.path {
         EntryPath::Path { path } => vec![native(path)?],
         EntryPath::GlobPattern { .. } => Vec::new(),
         EntryPath::Special { value } => match value {
-            Special::Root => vec![PathBuf::from("/")],
-            Special::ProjectRoots { subpath } => {
+            SpecialPath::Root => vec![PathBuf::from("/")],
+            SpecialPath::ProjectRoots { subpath } => {
                 let subpath = subpath.as_deref().unwrap_or("");
                 let below = Path::new(subpath);
                 let stays = below
@@ -323,28 +329,28 @@ fn spell(
                     .map(|root| clean(&root.join(below)))
                     .collect()
             }
-            Special::Tmpdir => context
+            SpecialPath::Tmpdir => context
                 .env
                 .get("TMPDIR")
                 .map(|dir| clean(Path::new(dir)))
                 .filter(|dir| dir.is_absolute())
                 .into_iter()
                 .collect(),
-            Special::SlashTmp => {
+            SpecialPath::SlashTmp => {
                 let tmp = PathBuf::from("/tmp");
                 let there = matches!(
                     context.disk.kind(&tmp),
-                    Ok(Some(Kind::Directory | Kind::Link(_)))
+                    Ok(Some(PathType::Directory | PathType::Link(_)))
                 );
                 if there { vec![tmp] } else { Vec::new() }
             }
-            Special::Minimal | Special::Unknown { .. } => Vec::new(),
+            SpecialPath::Minimal | SpecialPath::Unknown { .. } => Vec::new(),
         },
     };
     let skip_missing = entry.missing_path_behavior == Some(MissingPathBehavior::Skip);
     Ok(paths
         .into_iter()
-        .map(|path| Spelled {
+        .map(|path| AbsoluteEntry {
             path,
             access: entry.access,
             skip_missing,
@@ -361,7 +367,7 @@ fn clean(path: &Path) -> PathBuf {
 
 /// Target of a path after all links are followed.
 #[derive(Debug)]
-struct Target {
+struct ResolvedTarget {
     /// The path without links, as far as it exists.
     path: PathBuf,
     /// Whether all of it exists; if not, `path` ends with the first name that does not.
@@ -371,7 +377,7 @@ struct Target {
 }
 
 /// Follows all links of a path.
-fn follow(path: &Path, disk: &dyn Disk) -> Result<Target, PolicyError> {
+fn follow(path: &Path, disk: &dyn Disk) -> Result<ResolvedTarget, PolicyError> {
     let mut here = PathBuf::from("/");
     let mut links = Vec::new();
     let mut ahead: Vec<OsString> = parts(path);
@@ -389,13 +395,13 @@ fn follow(path: &Path, disk: &dyn Disk) -> Result<Target, PolicyError> {
         };
         match kind {
             None => {
-                return Ok(Target {
+                return Ok(ResolvedTarget {
                     path: next,
                     exists: false,
                     links,
                 });
             }
-            Some(Kind::Link(to)) => {
+            Some(PathType::Link(to)) => {
                 if links.len() == MAX_LINKS {
                     let source = io::Error::from_raw_os_error(libc::ELOOP);
                     let path = path.to_owned();
@@ -407,8 +413,8 @@ fn follow(path: &Path, disk: &dyn Disk) -> Result<Target, PolicyError> {
                 ahead.extend(parts(&to));
                 links.push((next, to));
             }
-            Some(Kind::Directory) if disk.is_placeholder(&next) => {
-                return Ok(Target {
+            Some(PathType::Directory) if disk.is_placeholder(&next) => {
+                return Ok(ResolvedTarget {
                     path: next,
                     exists: false,
                     links,
@@ -417,7 +423,7 @@ fn follow(path: &Path, disk: &dyn Disk) -> Result<Target, PolicyError> {
             Some(_) => here = next,
         }
     }
-    Ok(Target {
+    Ok(ResolvedTarget {
         path: here,
         exists: true,
         links,
@@ -445,14 +451,14 @@ fn parts(path: &Path) -> Vec<OsString> {
 }
 
 fn view(
-    entries: &[Spelled],
+    entries: &[AbsoluteEntry],
     patterns: &[String],
     depth: Option<usize>,
     minimal: bool,
-    context: &Context<'_>,
-) -> Result<View, PolicyError> {
+    context: &PolicyDirectories<'_>,
+) -> Result<AccessRules, PolicyError> {
     let disk = context.disk;
-    let mut view = View::default();
+    let mut view = AccessRules::default();
     // Links that an entry depends on. Whether the process could replace one is known only at the
     // end.
     let mut crossed: Vec<(PathBuf, PathBuf)> = Vec::new();
@@ -460,7 +466,7 @@ fn view(
     for entry in entries {
         let target = follow(&entry.path, disk)?;
         let grants_nothing =
-            !target.exists && (entry.skip_missing || entry.access == Access::Write);
+            !target.exists && (entry.skip_missing || entry.access == PathAccess::Write);
         if grants_nothing {
             continue;
         }
@@ -478,13 +484,13 @@ fn view(
         for path in PLATFORM {
             let target = follow(Path::new(path), disk)?;
             view.links.extend(target.links);
-            if target.exists && view.inherited(&target.path) == Access::Deny {
-                view.rules.entry(target.path).or_insert(Access::Read);
+            if target.exists && view.inherited(&target.path) == PathAccess::Deny {
+                view.rules.entry(target.path).or_insert(PathAccess::Read);
             }
         }
     }
     for path in glob::matches(patterns, depth, disk)? {
-        view.rules.insert(path, Access::Deny);
+        view.rules.insert(path, PathAccess::Deny);
     }
     // A link in the path of an entry may be one of the pinned links.
     if !context.reads_only || !crossed.is_empty() {
@@ -492,7 +498,7 @@ fn view(
     }
     for (path, access) in absent {
         // Where the process cannot create files, no placeholder is needed.
-        if view.inherited(&path) == Access::Write {
+        if view.inherited(&path) == PathAccess::Write {
             view.add(path.clone(), access);
             view.missing.insert(path);
         }
@@ -500,15 +506,15 @@ fn view(
     for path in context.hidden {
         let target = follow(path, disk)?;
         if target.exists {
-            view.rules.insert(target.path, Access::Deny);
+            view.rules.insert(target.path, PathAccess::Deny);
         }
     }
     // A pinned link cannot be replaced any more, but may have been created by an earlier command:
     // if reading is restricted, it would grant access to its target.
-    let reads_all = view.access(Path::new("/")) != Access::Deny;
+    let reads_all = view.access(Path::new("/")) != PathAccess::Deny;
     for (path, link) in crossed {
         let held = reads_all && view.pins.contains(&link);
-        if !held && view.access(&link) == Access::Write {
+        if !held && view.access(&link) == PathAccess::Write {
             return Err(PolicyError::WritableLink { path, link });
         }
     }
@@ -516,16 +522,20 @@ fn view(
 }
 
 /// Makes the protected names under each writable root read-only.
-fn protect(view: &mut View, entries: &[Spelled], disk: &dyn Disk) -> Result<(), PolicyError> {
+fn protect(
+    view: &mut AccessRules,
+    entries: &[AbsoluteEntry],
+    disk: &dyn Disk,
+) -> Result<(), PolicyError> {
     let granted = |path: &Path| {
         entries
             .iter()
-            .any(|entry| entry.access == Access::Write && entry.path.starts_with(path))
+            .any(|entry| entry.access == PathAccess::Write && entry.path.starts_with(path))
     };
     let roots: Vec<PathBuf> = view
         .rules
         .iter()
-        .filter(|&(_, &access)| access == Access::Write)
+        .filter(|&(_, &access)| access == PathAccess::Write)
         .map(|(path, _)| path.clone())
         .collect();
     for root in roots {
@@ -535,7 +545,7 @@ fn protect(view: &mut View, entries: &[Spelled], disk: &dyn Disk) -> Result<(), 
                 source,
             })
         };
-        if kind(&root)? != Some(Kind::Directory) {
+        if kind(&root)? != Some(PathType::Directory) {
             continue;
         }
         for name in PROTECTED {
@@ -544,27 +554,27 @@ fn protect(view: &mut View, entries: &[Spelled], disk: &dyn Disk) -> Result<(), 
                 continue;
             }
             let found = kind(&path)?;
-            if view.rules.contains_key(&path) && found != Some(Kind::File) {
+            if view.rules.contains_key(&path) && found != Some(PathType::File) {
                 continue;
             }
             match found {
                 None => {
-                    view.rules.insert(path.clone(), Access::Read);
+                    view.rules.insert(path.clone(), PathAccess::Read);
                     view.missing.insert(path);
                 }
-                Some(Kind::Directory) if disk.is_placeholder(&path) => {
-                    view.rules.insert(path.clone(), Access::Read);
+                Some(PathType::Directory) if disk.is_placeholder(&path) => {
+                    view.rules.insert(path.clone(), PathAccess::Read);
                     view.missing.insert(path);
                 }
-                Some(Kind::Directory) => {
-                    view.rules.insert(path, Access::Read);
+                Some(PathType::Directory) => {
+                    view.rules.insert(path, PathAccess::Read);
                 }
-                Some(Kind::Link(_)) => {
+                Some(PathType::Link(_)) => {
                     view.pins.insert(path.clone());
                     read_only(view, &path, disk)?;
                 }
-                Some(Kind::File) => {
-                    view.rules.entry(path.clone()).or_insert(Access::Read);
+                Some(PathType::File) => {
+                    view.rules.entry(path.clone()).or_insert(PathAccess::Read);
                     if name == ".git"
                         && let Some(target) = git_directory(&path, disk)
                     {
@@ -578,18 +588,18 @@ fn protect(view: &mut View, entries: &[Spelled], disk: &dyn Disk) -> Result<(), 
 }
 
 /// Removes write access to the target of a path.
-fn read_only(view: &mut View, path: &Path, disk: &dyn Disk) -> Result<(), PolicyError> {
+fn read_only(view: &mut AccessRules, path: &Path, disk: &dyn Disk) -> Result<(), PolicyError> {
     let target = follow(path, disk)?;
     for (link, _) in target.links {
-        if view.access(&link) == Access::Write {
+        if view.access(&link) == PathAccess::Write {
             view.pins.insert(link);
         }
     }
-    if view.access(&target.path) == Access::Write {
+    if view.access(&target.path) == PathAccess::Write {
         if !target.exists {
             view.missing.insert(target.path.clone());
         }
-        view.rules.insert(target.path, Access::Read);
+        view.rules.insert(target.path, PathAccess::Read);
     }
     Ok(())
 }
@@ -607,18 +617,18 @@ fn git_directory(path: &Path, disk: &dyn Disk) -> Option<PathBuf> {
 pub struct RealDisk;
 
 impl Disk for RealDisk {
-    fn kind(&self, path: &Path) -> io::Result<Option<Kind>> {
+    fn kind(&self, path: &Path) -> io::Result<Option<PathType>> {
         let metadata = match std::fs::symlink_metadata(path) {
             Ok(metadata) => metadata,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error),
         };
         Ok(Some(if metadata.is_symlink() {
-            Kind::Link(std::fs::read_link(path)?)
+            PathType::Link(std::fs::read_link(path)?)
         } else if metadata.is_dir() {
-            Kind::Directory
+            PathType::Directory
         } else {
-            Kind::File
+            PathType::File
         }))
     }
 
@@ -656,7 +666,7 @@ impl Disk for RealDisk {
 #[derive(Debug, Default)]
 pub(super) struct CachedDisk {
     /// Known answers: paths often have parent directories in common.
-    known: RefCell<HashMap<PathBuf, Option<Kind>>>,
+    known: RefCell<HashMap<PathBuf, Option<PathType>>>,
     unknown: Cell<bool>,
 }
 
@@ -672,7 +682,7 @@ impl CachedDisk {
     /// Returns the answers: while they are the same, so is the resolution that is based on them.
     ///
     /// An existing path implies that its parents are directories, so these are left out.
-    pub(super) fn answers(self) -> Answers {
+    pub(super) fn answers(self) -> RecordedAnswers {
         let known = self.known.into_inner();
         let above = |path: &Path| {
             known.iter().any(|(other, kind)| {
@@ -684,15 +694,15 @@ impl CachedDisk {
         };
         let needed = known
             .iter()
-            .filter(|(path, kind)| **kind != Some(Kind::Directory) || !above(path));
-        Answers(
+            .filter(|(path, kind)| **kind != Some(PathType::Directory) || !above(path));
+        RecordedAnswers(
             needed
                 .map(|(path, kind)| (path.clone(), kind.clone()))
                 .collect(),
         )
     }
 
-    fn look(path: &Path) -> Option<Option<Kind>> {
+    fn look(path: &Path) -> Option<Option<PathType>> {
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let resolve = ResolveFlags::CACHED | ResolveFlags::NO_SYMLINKS;
         let fd = match rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve) {
@@ -706,10 +716,10 @@ impl CachedDisk {
         match FileType::from_raw_mode(found.stx_mode.into()) {
             // It may be a placeholder; that depends on its content.
             FileType::Directory if super::placeholder::may_be_one(found.stx_mode.into()) => None,
-            FileType::Directory => Some(Some(Kind::Directory)),
+            FileType::Directory => Some(Some(PathType::Directory)),
             // The target of a link may have to be read from the disk.
             FileType::Symlink => None,
-            _ => Some(Some(Kind::File)),
+            _ => Some(Some(PathType::File)),
         }
     }
 
@@ -721,9 +731,9 @@ impl CachedDisk {
 
 /// Recorded answers of a disk.
 #[derive(Debug)]
-pub(super) struct Answers(Vec<(PathBuf, Option<Kind>)>);
+pub(super) struct RecordedAnswers(Vec<(PathBuf, Option<PathType>)>);
 
-impl Answers {
+impl RecordedAnswers {
     /// Returns whether the disk still gives the same answers, without waiting for it.
     pub(super) fn still_hold(&self) -> bool {
         self.0
@@ -733,7 +743,7 @@ impl Answers {
 }
 
 impl Disk for CachedDisk {
-    fn kind(&self, path: &Path) -> io::Result<Option<Kind>> {
+    fn kind(&self, path: &Path) -> io::Result<Option<PathType>> {
         if let Some(known) = self.known.borrow().get(path) {
             return Ok(known.clone());
         }

@@ -19,13 +19,13 @@ use rustix::process::{Signal, WaitId, WaitIdOptions};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-use super::files::Intent;
-use super::helper::{self, Frame, Receiving, Reply, Request};
+use super::files::FileIntent;
+use super::helper::{self, HelperFrame, HelperRequest, HelperResponse, IncompleteFrame};
 use super::placeholder::Placeholder;
-use super::policy::{Answers, Policy};
-use super::{Errand, confine};
+use super::policy::{RecordedAnswers, ResolvedPolicy};
+use super::{PendingLaunch, confine};
 use crate::executor::Executor;
-use crate::fs::{Cancelled, FsError};
+use crate::fs::{CancelCheck, FsError};
 use crate::spec::StartError;
 use exec_server_sys::poll;
 
@@ -67,36 +67,36 @@ const ATTEMPTS: usize = 4;
 
 /// Identity of a helper: the confinement that it runs under.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Key {
+pub(crate) struct HelperKey {
     /// The policy, resolved against the current disk.
-    pub(crate) policy: Policy,
+    pub(crate) policy: ResolvedPolicy,
     /// Whether partial enforcement is allowed.
     pub(crate) allow_partial: bool,
 }
 
 /// Pool of all file helpers.
 #[derive(Debug, Default)]
-pub(crate) struct Helpers {
-    shared: Arc<Shared>,
+pub(crate) struct HelperPool {
+    shared: Arc<PoolShared>,
     /// Cached policy resolutions, the latest last.
-    remembered: Mutex<VecDeque<Remembered>>,
+    remembered: Mutex<VecDeque<CachedResolution>>,
 }
 
 /// Cached policy resolution, with the state of the disk that it depends on.
 #[derive(Debug)]
-pub(super) struct Remembered {
+pub(super) struct CachedResolution {
     pub(super) sandbox: Arc<Sandbox>,
-    pub(super) intent: Intent,
-    pub(super) answers: Arc<Answers>,
-    pub(super) key: Arc<Key>,
+    pub(super) intent: FileIntent,
+    pub(super) answers: Arc<RecordedAnswers>,
+    pub(super) key: Arc<HelperKey>,
 }
 
 /// Maximum number of cached resolutions.
 const MAX_REMEMBERED: usize = 16;
 
 #[derive(Debug, Default)]
-struct Shared {
-    state: Mutex<State>,
+struct PoolShared {
+    state: Mutex<PoolState>,
     /// Notified when a helper becomes idle or ends.
     changed: Condvar,
     /// Number of responses that will still be awaited without polling.
@@ -104,18 +104,18 @@ struct Shared {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct PoolState {
     /// Least recently used first.
     idle: Vec<(Helper, Instant)>,
-    busy: Vec<Arc<Key>>,
+    busy: Vec<Arc<HelperKey>>,
     /// Number of threads that wait for a helper to become idle or to end.
     waiting: usize,
     /// Whether a thread ends helpers that are idle for too long.
     watched: bool,
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl PoolShared {
+    fn state(&self) -> MutexGuard<'_, PoolState> {
         self.state.lock()
     }
 }
@@ -123,8 +123,8 @@ impl Shared {
 /// Handle to one helper process.
 #[derive(Debug)]
 struct Helper {
-    key: Arc<Key>,
-    socket: Option<Socket>,
+    key: Arc<HelperKey>,
+    socket: Option<HelperSocket>,
     pidfd: OwnedFd,
     /// Held while the helper lives: its view contains mounts on them.
     places: Vec<Placeholder>,
@@ -132,13 +132,13 @@ struct Helper {
 
 /// Connection to a helper.
 #[derive(Debug)]
-enum Socket {
+enum HelperSocket {
     Plain(OwnedFd),
     /// Registered with the runtime, for callers that must not block.
     Watched(AsyncFd<OwnedFd>),
 }
 
-impl AsFd for Socket {
+impl AsFd for HelperSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Plain(fd) => fd.as_fd(),
@@ -147,7 +147,7 @@ impl AsFd for Socket {
     }
 }
 
-impl Socket {
+impl HelperSocket {
     /// Registers the socket with the current runtime.
     fn watched(self) -> Option<Self> {
         match self {
@@ -191,18 +191,18 @@ fn ready(fd: BorrowedFd<'_>, what: PollFlags, patience: Duration) -> bool {
 }
 
 impl Helper {
-    fn start(executor: &Executor, key: Arc<Key>) -> Result<Self, FsError> {
+    fn start(executor: &Executor, key: Arc<HelperKey>) -> Result<Self, FsError> {
         let told = |error: StartError| match error {
             StartError::Refused(why) => FsError::Unenforceable(why),
             other => FsError::Helper(other.to_string()),
         };
         let host = executor.sandbox_host().map_err(told)?;
         let prison = confine(key.policy.clone(), key.allow_partial, host, None).map_err(told)?;
-        let (socket, errand) = Errand::serve(&prison).map_err(failed)?;
+        let (socket, errand) = PendingLaunch::serve(&prison).map_err(failed)?;
         let pidfd = executor.launch_helper(&errand).map_err(told)?;
         let helper = Self {
             key,
-            socket: Some(Socket::Plain(socket)),
+            socket: Some(HelperSocket::Plain(socket)),
             pidfd,
             places: prison.placeholders,
         };
@@ -218,11 +218,11 @@ impl Helper {
 
     fn call(
         &self,
-        request: &Request,
+        request: &HelperRequest,
         tail: &[u8],
         descriptors: &[BorrowedFd<'_>],
-        cancelled: Cancelled<'_>,
-    ) -> Result<Frame<Reply>, FsError> {
+        cancelled: CancelCheck<'_>,
+    ) -> Result<HelperFrame<HelperResponse>, FsError> {
         let Some(socket) = &self.socket else {
             return Err(FsError::Helper("it has ended".to_owned()));
         };
@@ -253,17 +253,17 @@ fn failed(error: io::Error) -> FsError {
     FsError::Helper(error.to_string())
 }
 
-impl Helpers {
+impl HelperPool {
     /// Runs a request in a helper for this policy. Blocks.
     pub(super) fn call(
         &self,
         executor: &Executor,
-        key: &Arc<Key>,
-        request: &Request,
+        key: &Arc<HelperKey>,
+        request: &HelperRequest,
         tail: &[u8],
         descriptors: &[BorrowedFd<'_>],
-        cancelled: Cancelled<'_>,
-    ) -> Result<Frame<Reply>, FsError> {
+        cancelled: CancelCheck<'_>,
+    ) -> Result<HelperFrame<HelperResponse>, FsError> {
         for _ in 0..ATTEMPTS {
             let turn = self.turn(key, cancelled)?;
             let helper = match turn.idle {
@@ -272,7 +272,7 @@ impl Helpers {
             };
             // On failure the helper is dropped, which ends it.
             let frame = helper.call(request, tail, descriptors, cancelled)?;
-            if !matches!(frame.head, Reply::Stale) {
+            if !matches!(frame.head, HelperResponse::Stale) {
                 turn.place.give_back(helper);
                 return Ok(frame);
             }
@@ -287,8 +287,8 @@ impl Helpers {
     pub(super) fn remembered(
         &self,
         sandbox: &Sandbox,
-        intent: Intent,
-    ) -> Option<(Arc<Key>, Arc<Answers>)> {
+        intent: FileIntent,
+    ) -> Option<(Arc<HelperKey>, Arc<RecordedAnswers>)> {
         let remembered = self.remembered.try_lock()?;
         let found = remembered
             .iter()
@@ -297,7 +297,7 @@ impl Helpers {
     }
 
     /// Caches the resolution of a policy.
-    pub(super) fn remember(&self, new: Remembered) {
+    pub(super) fn remember(&self, new: CachedResolution) {
         let Some(mut remembered) = self.remembered.try_lock() else {
             return;
         };
@@ -309,22 +309,26 @@ impl Helpers {
     }
 
     /// Sends a request to an idle helper, if there is one and sending does not have to wait.
-    pub(super) fn ask_soon(&self, key: &Key, request: &Request) -> Option<Asking> {
+    pub(super) fn ask_soon(
+        &self,
+        key: &HelperKey,
+        request: &HelperRequest,
+    ) -> Option<PendingHelperRequest> {
         let mut state = self.shared.state.try_lock()?;
         let position = state.idle.iter().rposition(|(one, _)| *one.key == *key)?;
         let (helper, _) = state.idle.remove(position);
         let key = Arc::clone(&helper.key);
         state.busy.push(Arc::clone(&key));
         drop(state);
-        let mut asking = Asking {
+        let mut asking = PendingHelperRequest {
             helper: Some(helper),
-            place: Some(Place {
+            place: Some(BusySlot {
                 shared: Arc::clone(&self.shared),
                 key,
             }),
         };
         let helper = asking.helper.as_mut()?;
-        helper.socket = helper.socket.take().and_then(Socket::watched);
+        helper.socket = helper.socket.take().and_then(HelperSocket::watched);
         // Sending to a helper that has exited fails.
         helper::send_at_once(helper.socket.as_ref()?, request).ok()?;
         Some(asking)
@@ -337,7 +341,11 @@ impl Helpers {
     }
 
     /// Takes an idle helper, or the permission to start one.
-    fn turn(&self, key: &Arc<Key>, cancelled: Cancelled<'_>) -> Result<Turn, FsError> {
+    fn turn(
+        &self,
+        key: &Arc<HelperKey>,
+        cancelled: CancelCheck<'_>,
+    ) -> Result<HelperPermit, FsError> {
         let mut state = self.shared.state();
         loop {
             let mut dead = Vec::new();
@@ -374,23 +382,23 @@ impl Helpers {
         }
     }
 
-    fn granted(&self, key: &Arc<Key>, idle: Option<Helper>) -> Turn {
-        let place = Place {
+    fn granted(&self, key: &Arc<HelperKey>, idle: Option<Helper>) -> HelperPermit {
+        let place = BusySlot {
             shared: Arc::clone(&self.shared),
             key: Arc::clone(key),
         };
-        Turn { idle, place }
+        HelperPermit { idle, place }
     }
 }
 
 /// Request that an async task has sent to a helper.
 #[derive(Debug)]
-pub(super) struct Asking {
+pub(super) struct PendingHelperRequest {
     helper: Option<Helper>,
-    place: Option<Place>,
+    place: Option<BusySlot>,
 }
 
-impl Drop for Asking {
+impl Drop for PendingHelperRequest {
     fn drop(&mut self) {
         // The response of the cancelled request will not be read, so the helper is ended, which may
         // take a moment.
@@ -409,12 +417,12 @@ fn drop_apart(helpers: impl IntoIterator<Item = Helper>) {
     }
 }
 
-impl Asking {
+impl PendingHelperRequest {
     /// Waits for the response. Returns `None` if the helper failed or its view is stale. With
     /// `look`, polls for a moment first; only for callers that have no other work.
-    pub(super) async fn answer(mut self, look: bool) -> Option<Frame<Reply>> {
+    pub(super) async fn answer(mut self, look: bool) -> Option<HelperFrame<HelperResponse>> {
         let frame = self.receive(look).await?;
-        if matches!(frame.head, Reply::Stale) {
+        if matches!(frame.head, HelperResponse::Stale) {
             return None;
         }
         if let (Some(helper), Some(place)) = (self.helper.take(), self.place.take()) {
@@ -423,11 +431,11 @@ impl Asking {
         Some(frame)
     }
 
-    async fn receive(&self, look: bool) -> Option<Frame<Reply>> {
-        let Socket::Watched(socket) = self.helper.as_ref()?.socket.as_ref()? else {
+    async fn receive(&self, look: bool) -> Option<HelperFrame<HelperResponse>> {
+        let HelperSocket::Watched(socket) = self.helper.as_ref()?.socket.as_ref()? else {
             return None;
         };
-        let mut receiving = Receiving::new();
+        let mut receiving = IncompleteFrame::new();
         if look && let Some(found) = self.look(&mut receiving, socket.get_ref()) {
             return found.ok()?;
         }
@@ -448,9 +456,9 @@ impl Asking {
     /// Polls for a response, for about the time of a wake-up.
     fn look(
         &self,
-        receiving: &mut Receiving,
+        receiving: &mut IncompleteFrame,
         socket: &OwnedFd,
-    ) -> Option<io::Result<Option<Frame<Reply>>>> {
+    ) -> Option<io::Result<Option<HelperFrame<HelperResponse>>>> {
         let unlooked = &self.place.as_ref()?.shared.unlooked;
         let skip = |left: u32| left.checked_sub(1);
         if unlooked
@@ -481,19 +489,19 @@ impl Asking {
 }
 
 /// Permission to use a helper: an idle one, or one to be started.
-struct Turn {
+struct HelperPermit {
     idle: Option<Helper>,
-    place: Place,
+    place: BusySlot,
 }
 
 /// Slot among the busy helpers.
 #[derive(Debug)]
-struct Place {
-    shared: Arc<Shared>,
-    key: Arc<Key>,
+struct BusySlot {
+    shared: Arc<PoolShared>,
+    key: Arc<HelperKey>,
 }
 
-impl Drop for Place {
+impl Drop for BusySlot {
     fn drop(&mut self) {
         let mut state = self.shared.state();
         let position = state
@@ -511,13 +519,13 @@ impl Drop for Place {
     }
 }
 
-impl Place {
+impl BusySlot {
     /// Returns a helper to the pool.
     fn give_back(self, helper: Helper) {
         drop(self.keep(helper));
     }
 
-    /// As [`Place::give_back`], but returns the evicted helpers, which the caller must drop.
+    /// As [`BusySlot::give_back`], but returns the evicted helpers, which the caller must drop.
     fn keep(self, helper: Helper) -> Vec<Helper> {
         let mut state = self.shared.state();
         state.idle.push((helper, Instant::now()));
@@ -537,7 +545,7 @@ impl Place {
 
 /// Starts a thread that ends helpers after their idle time. The thread exits when no helper is
 /// idle.
-fn start_watch(shared: &Arc<Shared>) -> bool {
+fn start_watch(shared: &Arc<PoolShared>) -> bool {
     let weak = Arc::downgrade(shared);
     std::thread::Builder::new()
         .name("helpers".to_owned())
@@ -550,7 +558,7 @@ fn start_watch(shared: &Arc<Shared>) -> bool {
 }
 
 /// Ends helpers that were idle for too long; returns whether others are still idle.
-fn sweep(shared: &Weak<Shared>) -> bool {
+fn sweep(shared: &Weak<PoolShared>) -> bool {
     let Some(shared) = shared.upgrade() else {
         return false;
     };

@@ -15,16 +15,16 @@ use serde::{Deserialize, Serialize};
 
 /// Purpose of a filter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Filter {
+pub struct FilterPurpose {
     /// The allowed network access.
-    pub traffic: Traffic,
+    pub traffic: SocketAccess,
     /// Whether file access is restricted: then calls that could change the mount view are rejected.
     pub view_restricted: bool,
 }
 
 /// Sockets that a process may create.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Traffic {
+pub enum SocketAccess {
     /// All sockets.
     All,
     /// Only socket pairs inside the sandbox.
@@ -51,14 +51,14 @@ pub struct FilterError(String);
 /// # Errors
 ///
 /// On an architecture that the filter compiler does not support.
-pub fn programs(filter: Filter) -> Result<Vec<Vec<Instruction>>, FilterError> {
-    type Compiled = Result<Vec<Vec<Instruction>>, FilterError>;
-    static PROGRAMS: [OnceLock<Compiled>; 8] = [const { OnceLock::new() }; 8];
+pub fn programs(filter: FilterPurpose) -> Result<Vec<Vec<Instruction>>, FilterError> {
+    type CompiledFilter = Result<Vec<Vec<Instruction>>, FilterError>;
+    static PROGRAMS: [OnceLock<CompiledFilter>; 8] = [const { OnceLock::new() }; 8];
     let index = 2 * (filter.traffic as usize) + usize::from(filter.view_restricted);
     PROGRAMS[index].get_or_init(|| compile(filter)).clone()
 }
 
-fn compile(filter: Filter) -> Result<Vec<Vec<Instruction>>, FilterError> {
+fn compile(filter: FilterPurpose) -> Result<Vec<Vec<Instruction>>, FilterError> {
     let failed = |error: &dyn std::fmt::Display| FilterError(error.to_string());
     let arch = TargetArch::try_from(std::env::consts::ARCH).map_err(|error| failed(&error))?;
     let compile = |rules, errno: i32| -> Result<BpfProgram, FilterError> {
@@ -67,12 +67,12 @@ fn compile(filter: Filter) -> Result<Vec<Vec<Instruction>>, FilterError> {
             .map_err(|error| failed(&error))?;
         BpfProgram::try_from(filter).map_err(|error| failed(&error))
     };
-    let program = |mut rules: Rules, errno: i32| -> Result<Vec<Instruction>, FilterError> {
+    let program = |mut rules: SyscallRules, errno: i32| -> Result<Vec<Instruction>, FilterError> {
         let mut lines = foreign_numbers();
         while !rules.is_empty() {
             let rest = match rules.keys().nth(SECTION_CALLS) {
                 Some(&next) => rules.split_off(&next),
-                None => Rules::new(),
+                None => SyscallRules::new(),
             };
             let last = rules.keys().next_back().copied().unwrap_or_default();
             let section = compile(std::mem::replace(&mut rules, rest), errno)?;
@@ -142,10 +142,10 @@ fn foreign_numbers() -> Vec<sock_filter> {
     ]
 }
 
-type Rules = BTreeMap<i64, Vec<SeccompRule>>;
+type SyscallRules = BTreeMap<i64, Vec<SeccompRule>>;
 
-fn denied(filter: Filter) -> Result<Rules, FilterError> {
-    let mut rules = Rules::new();
+fn denied(filter: FilterPurpose) -> Result<SyscallRules, FilterError> {
+    let mut rules = SyscallRules::new();
     // Calls that access the memory of other processes, and io_uring, which bypasses filters.
     for call in [
         libc::SYS_ptrace,
@@ -185,9 +185,12 @@ fn denied(filter: Filter) -> Result<Rules, FilterError> {
         typing.push(rule(vec![condition(1, Len::Dword, Op::Eq, request)?])?);
     }
     rules.insert(libc::SYS_ioctl, typing);
-    if matches!(filter.traffic, Traffic::Private | Traffic::PrivateAndUnix) {
+    if matches!(
+        filter.traffic,
+        SocketAccess::Private | SocketAccess::PrivateAndUnix
+    ) {
         let mut families = vec![libc::AF_INET, libc::AF_INET6];
-        if filter.traffic == Traffic::PrivateAndUnix {
+        if filter.traffic == SocketAccess::PrivateAndUnix {
             families.push(libc::AF_UNIX);
         }
         let other = |family: &libc::c_int| {
@@ -198,7 +201,7 @@ fn denied(filter: Filter) -> Result<Rules, FilterError> {
         let pairs = vec![other(&libc::AF_UNIX)?];
         rules.insert(libc::SYS_socketpair, vec![rule(pairs)?]);
     }
-    if filter.traffic == Traffic::None {
+    if filter.traffic == SocketAccess::None {
         for call in [
             libc::SYS_connect,
             libc::SYS_bind,
@@ -332,7 +335,7 @@ mod tests {
     }
 
     /// Returns the strictest result of all programs.
-    fn verdict(filter: Filter, arch: u32, call: u32, args: [u64; 6]) -> u32 {
+    fn verdict(filter: FilterPurpose, arch: u32, call: u32, args: [u64; 6]) -> u32 {
         let programs = programs(filter).unwrap();
         let answers = programs
             .iter()
@@ -342,12 +345,12 @@ mod tests {
         strict.unwrap_or(ALLOW)
     }
 
-    const STRICT: Filter = Filter {
-        traffic: Traffic::None,
+    const STRICT: FilterPurpose = FilterPurpose {
+        traffic: SocketAccess::None,
         view_restricted: true,
     };
-    const OPEN: Filter = Filter {
-        traffic: Traffic::All,
+    const OPEN: FilterPurpose = FilterPurpose {
+        traffic: SocketAccess::All,
         view_restricted: true,
     };
 
@@ -402,10 +405,10 @@ mod tests {
             (libc::SYS_setns, 3, EPERM, EPERM),
         ] {
             for (traffic, expected) in [
-                (Traffic::Private, private),
-                (Traffic::PrivateAndUnix, and_unix),
+                (SocketAccess::Private, private),
+                (SocketAccess::PrivateAndUnix, and_unix),
             ] {
-                let filter = Filter {
+                let filter = FilterPurpose {
                     traffic,
                     view_restricted: true,
                 };

@@ -32,10 +32,10 @@ use rustix::net::{
 use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitOptions};
 use serde::{Deserialize, Serialize};
 
-use super::Errand;
-use super::launcher::{self, Order};
-use super::plan::Base;
-use exec_server_sys::confine::{self, Fork, OneThread};
+use super::PendingLaunch;
+use super::launcher::{self, LaunchOrder};
+use super::plan::NamespaceBase;
+use exec_server_sys::confine::{self, ForkSide, OneThread};
 
 /// Process name of the standby launcher.
 pub(super) const NAME: &CStr = c"exec-standby";
@@ -51,22 +51,22 @@ const MAX_FILES: usize = 16;
 
 /// Setup of a new launcher before it reads its order.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Birth {
+pub(super) struct LauncherSetup {
     /// Its resource limits.
     pub(super) limits: Vec<(u32, u64)>,
     /// Whether standard input becomes its controlling terminal.
     pub(super) terminal: bool,
     /// The namespaces to create.
-    pub(super) base: Option<Base>,
+    pub(super) base: Option<NamespaceBase>,
     /// Number of descriptors that it keeps, from number 0 on; the others are control groups to
     /// join.
     pub(super) kept: usize,
 }
 
 /// Request to fork a launcher.
-pub(crate) struct Request<'a> {
+pub(crate) struct ForkRequest<'a> {
     pub(crate) streams: [BorrowedFd<'a>; 3],
-    pub(crate) errand: &'a Errand,
+    pub(crate) errand: &'a PendingLaunch,
     pub(crate) limits: &'a [(u32, u64)],
     pub(crate) groups: &'a [BorrowedFd<'a>],
     pub(crate) terminal: bool,
@@ -74,10 +74,10 @@ pub(crate) struct Request<'a> {
 
 /// Handle to the standby launcher, if one runs.
 #[derive(Debug, Default)]
-pub(crate) struct Standby(Mutex<Option<Waiting>>);
+pub(crate) struct Standby(Mutex<Option<PendingFork>>);
 
 #[derive(Debug)]
-struct Waiting {
+struct PendingFork {
     control: OwnedFd,
     pidfd: OwnedFd,
     /// Whether every request so far was answered.
@@ -92,18 +92,18 @@ impl Standby {
     /// If the standby launcher does not answer or cannot fork: the caller then executes a launcher.
     pub(crate) fn fork(
         &self,
-        request: &Request<'_>,
-        start: impl FnOnce(&Errand) -> io::Result<(Pid, OwnedFd)>,
+        request: &ForkRequest<'_>,
+        start: impl FnOnce(&PendingLaunch) -> io::Result<(Pid, OwnedFd)>,
     ) -> io::Result<(Pid, OwnedFd)> {
         let mut waiting = self.0.lock();
         if waiting.is_none() {
-            *waiting = Some(Waiting::start(start)?);
+            *waiting = Some(PendingFork::start(start)?);
         }
         let Some(current) = &mut *waiting else {
             return Err(io::Error::other("nobody stands by"));
         };
         match current.ask(request) {
-            Ok(Answer { born, ended }) => {
+            Ok(ForkResponse { born, ended }) => {
                 // The discarded spare has no other user, so it is reaped here.
                 if let Some(ended) = ended {
                     reap(ended);
@@ -127,9 +127,9 @@ impl Standby {
     }
 }
 
-impl Waiting {
-    fn start(start: impl FnOnce(&Errand) -> io::Result<(Pid, OwnedFd)>) -> io::Result<Self> {
-        let mut errand = Errand::new(&Order::StandBy)?;
+impl PendingFork {
+    fn start(start: impl FnOnce(&PendingLaunch) -> io::Result<(Pid, OwnedFd)>) -> io::Result<Self> {
+        let mut errand = PendingLaunch::new(&LaunchOrder::StandBy)?;
         let (control, theirs) = rustix::net::socketpair(
             AddressFamily::UNIX,
             SocketType::SEQPACKET,
@@ -148,10 +148,10 @@ impl Waiting {
     }
 
     /// Requests a fork and waits for the response.
-    fn ask(&self, request: &Request<'_>) -> io::Result<Answer> {
+    fn ask(&self, request: &ForkRequest<'_>) -> io::Result<ForkResponse> {
         let mut files = request.streams.to_vec();
         files.extend(request.errand.descriptors());
-        let birth = Birth {
+        let birth = LauncherSetup {
             limits: request.limits.to_vec(),
             terminal: request.terminal,
             base: request.errand.base,
@@ -162,7 +162,7 @@ impl Waiting {
         self.answer()
     }
 
-    fn answer(&self) -> io::Result<Answer> {
+    fn answer(&self) -> io::Result<ForkResponse> {
         let mut answer = [0; 8];
         let (length, _) =
             retry(|| rustix::net::recv(&self.control, &mut answer, RecvFlags::empty()))?;
@@ -172,7 +172,7 @@ impl Waiting {
         let [a, b, c, d, e, f, g, h] = answer;
         let born = i32::from_ne_bytes([a, b, c, d]);
         let pid = |number: i32| (number > 0).then(|| Pid::from_raw(number)).flatten();
-        Ok(Answer {
+        Ok(ForkResponse {
             born: pid(born).ok_or(-born),
             ended: pid(i32::from_ne_bytes([e, f, g, h])),
         })
@@ -180,7 +180,7 @@ impl Waiting {
 }
 
 /// Response of the standby launcher.
-struct Answer {
+struct ForkResponse {
     /// The new process, or the error number.
     born: Result<Pid, i32>,
     /// A discarded spare, which the server must reap.
@@ -206,12 +206,12 @@ fn reap(pid: Pid) {
     }
 }
 
-impl Drop for Waiting {
+impl Drop for PendingFork {
     fn drop(&mut self) {
         // It responds with the pid of the spare that it leaves.
         if self.answers
-            && send(&self.control, &Birth::default(), &[]).is_ok()
-            && let Ok(Answer {
+            && send(&self.control, &LauncherSetup::default(), &[]).is_ok()
+            && let Ok(ForkResponse {
                 ended: Some(ended), ..
             }) = self.answer()
         {
@@ -226,11 +226,11 @@ impl Drop for Waiting {
 
 /// Creates launchers with namespaces, and keeps one spare in advance.
 #[derive(Debug)]
-pub(super) struct Spares {
+pub(super) struct SpareLaunchers {
     token: OneThread,
-    spare: Option<Spare>,
+    spare: Option<SpareLauncher>,
     /// The namespaces of the last request, if a spare may be created for them.
-    wanted: Option<Base>,
+    wanted: Option<NamespaceBase>,
     /// Reports changes of the mount table. A spare would not see them, and would keep unmounted
     /// file systems busy.
     mounts: Option<OwnedFd>,
@@ -240,14 +240,14 @@ pub(super) struct Spares {
 
 /// Waiting launcher and the first process of its namespaces.
 #[derive(Debug)]
-struct Spare {
-    base: Base,
+struct SpareLauncher {
+    base: NamespaceBase,
     pid: Pid,
     launcher: OwnedFd,
     first: OwnedFd,
 }
 
-impl Spares {
+impl SpareLaunchers {
     pub(super) fn new(token: OneThread) -> Self {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         Self {
@@ -260,7 +260,7 @@ impl Spares {
     }
 
     /// Returns the next request; `None` at the end.
-    pub(super) fn next(&mut self, control: &OwnedFd) -> Option<(Birth, Vec<OwnedFd>)> {
+    pub(super) fn next(&mut self, control: &OwnedFd) -> Option<(LauncherSetup, Vec<OwnedFd>)> {
         // Create the spare only while there is no request: the start of the previous launcher comes
         // first.
         if let (Some(base), None) = (self.wanted.take(), &self.spare)
@@ -315,8 +315,8 @@ impl Spares {
     /// If it cannot be created.
     pub(super) fn assign(
         &mut self,
-        base: Base,
-        birth: &Birth,
+        base: NamespaceBase,
+        birth: &LauncherSetup,
         files: &[OwnedFd],
     ) -> io::Result<Pid> {
         self.wanted = self.mounts.is_some().then_some(base);
@@ -346,7 +346,7 @@ impl Spares {
         }
     }
 
-    fn make(&self, base: Base) -> io::Result<Spare> {
+    fn make(&self, base: NamespaceBase) -> io::Result<SpareLauncher> {
         let pair = || {
             rustix::net::socketpair(
                 AddressFamily::UNIX,
@@ -357,11 +357,11 @@ impl Spares {
         };
         let ((launcher, own), (first, firsts)) = (pair()?, pair()?);
         match confine::fork_sibling(self.token)? {
-            Fork::Child => {
+            ForkSide::Child => {
                 drop((launcher, first));
                 launcher::attend(self.token, base, own, firsts)
             }
-            Fork::Parent(pid) => Ok(Spare {
+            ForkSide::Parent(pid) => Ok(SpareLauncher {
                 base,
                 pid,
                 launcher,
@@ -386,7 +386,7 @@ impl Spares {
     }
 }
 
-impl Spare {
+impl SpareLauncher {
     /// Returns whether both processes still wait.
     fn is_there(&self) -> bool {
         let ends = [&self.launcher, &self.first];
@@ -398,16 +398,16 @@ impl Spare {
     }
 
     /// Sends the task to both processes.
-    fn tell(&self, birth: &Birth, files: &[OwnedFd]) -> io::Result<Pid> {
+    fn tell(&self, birth: &LauncherSetup, files: &[OwnedFd]) -> io::Result<Pid> {
         let all: Vec<_> = files.iter().map(OwnedFd::as_fd).collect();
         // The launcher needs neither streams nor sockets, and readers at the other end would wait
         // until the last process has closed them.
         let (order, groups) = (all.get(launcher::ORDER_FD as usize), &all[birth.kept..]);
         let own: Vec<_> = order.into_iter().chain(groups).copied().collect();
-        let own_birth = Birth {
+        let own_birth = LauncherSetup {
             limits: birth.limits.clone(),
             kept: 1,
-            ..Birth::default()
+            ..LauncherSetup::default()
         };
         // The process that runs the command receives the task last: after a failure the command has
         // not run, and another launcher can be used.
@@ -427,7 +427,7 @@ fn is_quiet(control: &OwnedFd) -> bool {
     matches!(rustix::event::poll(&mut fds, Some(&MOMENT)), Ok(0))
 }
 
-fn send(socket: &OwnedFd, birth: &Birth, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+fn send(socket: &OwnedFd, birth: &LauncherSetup, files: &[BorrowedFd<'_>]) -> io::Result<()> {
     if files.len() > MAX_FILES {
         return Err(Errno::MFILE.into());
     }
@@ -443,7 +443,7 @@ fn send(socket: &OwnedFd, birth: &Birth, files: &[BorrowedFd<'_>]) -> io::Result
 }
 
 /// Returns the next request; `None` at the end.
-pub(super) fn receive(control: &OwnedFd) -> Option<(Birth, Vec<OwnedFd>)> {
+pub(super) fn receive(control: &OwnedFd) -> Option<(LauncherSetup, Vec<OwnedFd>)> {
     let mut bytes = vec![0; 4096];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -466,7 +466,7 @@ pub(super) fn receive(control: &OwnedFd) -> Option<(Birth, Vec<OwnedFd>)> {
             files.extend(received);
         }
     }
-    let birth: Birth = postcard::from_bytes(&bytes[..received.bytes]).ok()?;
+    let birth: LauncherSetup = postcard::from_bytes(&bytes[..received.bytes]).ok()?;
     (birth.kept <= files.len()).then_some((birth, files))
 }
 

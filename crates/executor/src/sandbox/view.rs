@@ -18,8 +18,8 @@ use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags,
 };
 
-use super::launcher::{Failure, Step, failed, here};
-use super::plan::{Base, Mount, Namespaces, Root, Text, What};
+use super::launcher::{LaunchFailure, LaunchStep, failed, here};
+use super::plan::{MountKind, NamespaceBase, Namespaces, SystemText, ViewMount, ViewRoot};
 use exec_server_sys::confine;
 
 const READ_ONLY: u64 = 1;
@@ -55,26 +55,26 @@ const MAX_TERMINAL: u32 = 256;
 
 /// Descriptors that must stay open while the view is used.
 #[derive(Debug, Default)]
-pub(super) struct Kept {
+pub(super) struct HeldDescriptors {
     /// Reserves the number of the command's terminal.
     _terminal: Option<OwnedFd>,
 }
 
-type Built<T> = Result<T, Failure>;
+type BuildResult<T> = Result<T, LaunchFailure>;
 
-fn path_of(text: &Text) -> &Path {
+fn path_of(text: &SystemText) -> &Path {
     Path::new(OsStr::from_bytes(text))
 }
 
 /// Mount that will be attached over its path.
-struct Piece<'a> {
-    mount: &'a Mount,
+struct DetachedMount<'a> {
+    mount: &'a ViewMount,
     /// A detached copy of the mount at the path; masks have none.
     source: Option<OwnedFd>,
 }
 
 /// Detached mounts that every view needs, created before the plan is known.
-pub(super) struct Parts {
+pub(super) struct DetachedMounts {
     dev: OwnedFd,
     terminals: OwnedFd,
     proc: OwnedFd,
@@ -84,9 +84,9 @@ pub(super) struct Parts {
     uncovered: bool,
 }
 
-impl Parts {
-    pub(super) fn make(base: Base) -> Built<Self> {
-        let dev = make_dev().map_err(|error| failed(Step::Mount, b"/dev", error))?;
+impl DetachedMounts {
+    pub(super) fn make(base: NamespaceBase) -> BuildResult<Self> {
+        let dev = make_dev().map_err(|error| failed(LaunchStep::Mount, b"/dev", error))?;
         let shm = fresh("tmpfs", &[("mode", "1777")])?;
         attributes(&shm, 0, NO_SUID | NO_DEVICES)?;
         let mut parts = copy_devices()?;
@@ -105,7 +105,7 @@ impl Parts {
                 Ok(()) => {}
                 // Kernels before 6.15 cannot attach a mount to a detached one.
                 Err(Errno::INVAL) => loose.push((Path::new("dev").join(name), part)),
-                Err(error) => return Err(failed(Step::Mount, name, error)),
+                Err(error) => return Err(failed(LaunchStep::Mount, name, error)),
             }
         }
         let mut uncovered = base.fresh_proc && base.cover_proc;
@@ -126,22 +126,26 @@ impl Parts {
     }
 }
 
-pub(super) fn build(plan: &Namespaces, parts: Parts, terminal: bool) -> Built<Kept> {
+pub(super) fn build(
+    plan: &Namespaces,
+    parts: DetachedMounts,
+    terminal: bool,
+) -> BuildResult<HeldDescriptors> {
     // Copy all sources before the first mount hides any of them.
     let mut pieces = Vec::with_capacity(plan.mounts.len());
     for mount in &plan.mounts {
         let source = match mount.what {
-            What::ReadOnly | What::Writable => Some(copy(path_of(&mount.path))?),
-            What::Pin => Some(copy_link(path_of(&mount.path))?),
-            What::Mask { .. } => None,
+            MountKind::ReadOnly | MountKind::Writable => Some(copy(path_of(&mount.path))?),
+            MountKind::Pin => Some(copy_link(path_of(&mount.path))?),
+            MountKind::Mask { .. } => None,
         };
-        pieces.push(Piece { mount, source });
+        pieces.push(DetachedMount { mount, source });
     }
-    let slave = terminal.then(Slave::find).flatten();
+    let slave = terminal.then(CommandTerminal::find).flatten();
 
     let root = prepare_root(&plan.root)?;
-    let view = View { root };
-    let Parts {
+    let view = MountView { root };
+    let DetachedMounts {
         dev,
         terminals,
         proc,
@@ -165,24 +169,24 @@ pub(super) fn build(plan: &Namespaces, parts: Parts, terminal: bool) -> Built<Ke
 }
 
 /// Creates the root of the view; returns a descriptor of it.
-fn prepare_root(root: &Root) -> Built<OwnedFd> {
+fn prepare_root(root: &ViewRoot) -> BuildResult<OwnedFd> {
     let whole = |set| {
         confine::mount_attributes(here(), c"/", RECURSIVE, set, PRIVATE)
-            .map_err(|error| failed(Step::Mount, b"/", error))
+            .map_err(|error| failed(LaunchStep::Mount, b"/", error))
     };
     match root {
-        Root::ReadOnly => whole(READ_ONLY | NO_SUID | NO_DEVICES)?,
-        Root::Writable => {
+        ViewRoot::ReadOnly => whole(READ_ONLY | NO_SUID | NO_DEVICES)?,
+        ViewRoot::Writable => {
             whole(NO_SUID | NO_DEVICES)?;
             // Files in `/sys` change machine settings, so they stay read-only.
             let knobs = confine::mount_attributes(here(), c"/sys", RECURSIVE, READ_ONLY, 0);
             if let Err(error) = knobs
                 && error.kind() != io::ErrorKind::NotFound
             {
-                return Err(failed(Step::Mount, b"/sys", error));
+                return Err(failed(LaunchStep::Mount, b"/sys", error));
             }
         }
-        Root::Empty { links, points } => {
+        ViewRoot::Empty { links, points } => {
             whole(0)?;
             let empty = fresh("tmpfs", &[("mode", "0755")])?;
             fill(&empty, points, 0o755)?;
@@ -197,51 +201,61 @@ fn prepare_root(root: &Root) -> Built<OwnedFd> {
                 match made() {
                     Ok(()) | Err(Errno::EXIST) => {}
                     Err(error) => {
-                        return Err(failed(Step::Mount, link.as_os_str().as_bytes(), error));
+                        return Err(failed(
+                            LaunchStep::Mount,
+                            link.as_os_str().as_bytes(),
+                            error,
+                        ));
                     }
                 }
             }
             for name in ["dev", "proc"] {
                 make_directories(&empty, Path::new(name))
-                    .map_err(|error| failed(Step::Mount, name, error))?;
+                    .map_err(|error| failed(LaunchStep::Mount, name, error))?;
             }
-            attach(&empty, here(), WORKBENCH).map_err(|error| failed(Step::Mount, b"/", error))?;
+            attach(&empty, here(), WORKBENCH)
+                .map_err(|error| failed(LaunchStep::Mount, b"/", error))?;
             return Ok(empty);
         }
     }
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    rustix::fs::open(c"/", flags, Mode::empty()).map_err(|error| failed(Step::Find, b"/", error))
+    rustix::fs::open(c"/", flags, Mode::empty())
+        .map_err(|error| failed(LaunchStep::Find, b"/", error))
 }
 
-struct View {
+struct MountView {
     root: OwnedFd,
 }
 
-impl View {
+impl MountView {
     /// Opens a path in the view.
     fn find(&self, path: &Path) -> rustix::io::Result<OwnedFd> {
         find(&self.root, relative(path))
     }
 
     /// Attaches a mount over a path in the view.
-    fn lay(&self, mount: &OwnedFd, path: &Path) -> Built<()> {
+    fn lay(&self, mount: &OwnedFd, path: &Path) -> BuildResult<()> {
         let laid = self
             .find(path)
             .and_then(|target| attach(mount, &target, c""));
-        laid.map_err(|error| failed(Step::Mount, path.as_os_str().as_bytes(), error))
+        laid.map_err(|error| failed(LaunchStep::Mount, path.as_os_str().as_bytes(), error))
     }
 
     /// Mounts a separate devpts instance, in which the command's terminal keeps its number.
-    fn lay_terminals(&self, pts: &OwnedFd, slave: Option<Slave>) -> Built<Kept> {
+    fn lay_terminals(
+        &self,
+        pts: &OwnedFd,
+        slave: Option<CommandTerminal>,
+    ) -> BuildResult<HeldDescriptors> {
         self.lay(pts, Path::new("dev/pts"))?;
         let Some(slave) = slave else {
-            return Ok(Kept::default());
+            return Ok(HeldDescriptors::default());
         };
         let mut taken = Vec::new();
         let holder = loop {
             let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
             let Ok(ptmx) = rustix::fs::openat(pts, "ptmx", flags, Mode::empty()) else {
-                return Ok(Kept::default());
+                return Ok(HeldDescriptors::default());
             };
             let name = rustix::pty::ptsname(&ptmx, Vec::new());
             let number = name.ok().and_then(|name| number_of(name.to_bytes()));
@@ -249,31 +263,31 @@ impl View {
                 Some(number) if number == slave.number => break ptmx,
                 Some(number) if number < slave.number => taken.push(ptmx),
                 // The number is in use, which cannot happen in a new instance.
-                _ => return Ok(Kept::default()),
+                _ => return Ok(HeldDescriptors::default()),
             }
         };
         let name = slave.number.to_string();
         self.lay(&slave.copy, &Path::new("dev/pts").join(name))?;
-        Ok(Kept {
+        Ok(HeldDescriptors {
             _terminal: Some(holder),
         })
     }
 
-    fn lay_piece(&self, piece: Piece<'_>) -> Built<()> {
-        let Piece { mount, source } = piece;
+    fn lay_piece(&self, piece: DetachedMount<'_>) -> BuildResult<()> {
+        let DetachedMount { mount, source } = piece;
         let path = path_of(&mount.path);
         let laid = || -> io::Result<()> {
             match (&mount.what, source) {
-                (What::Pin, Some(link)) => {
+                (MountKind::Pin, Some(link)) => {
                     let above = self.find(path.parent().unwrap_or(path))?;
                     let name = path.file_name().unwrap_or_default();
                     let name = std::ffi::CString::new(name.as_bytes())?;
                     Ok(attach(&link, &above, &name)?)
                 }
-                (What::Mask { points }, _) => self.mask(path, points),
+                (MountKind::Mask { points }, _) => self.mask(path, points),
                 (what, Some(source)) => {
                     let mut set = NO_SUID | NO_DEVICES;
-                    if *what == What::ReadOnly {
+                    if *what == MountKind::ReadOnly {
                         set |= READ_ONLY;
                     }
                     if path.starts_with("/dev") {
@@ -288,7 +302,7 @@ impl View {
                 (_, None) => Ok(()),
             }
         };
-        laid().map_err(|error| failed(Step::Mount, &mount.path, error))
+        laid().map_err(|error| failed(LaunchStep::Mount, &mount.path, error))
     }
 
     fn make_place_in_dev(&self, path: &Path, source: &OwnedFd) -> io::Result<()> {
@@ -309,7 +323,7 @@ impl View {
     }
 
     /// Hides a path behind an inaccessible file or directory.
-    fn mask(&self, path: &Path, points: &[(Text, bool)]) -> io::Result<()> {
+    fn mask(&self, path: &Path, points: &[(SystemText, bool)]) -> io::Result<()> {
         let target = self.find(path)?;
         if points.is_empty() {
             let mask = if is_directory(&target)? {
@@ -329,14 +343,14 @@ impl View {
     }
 
     /// Removes the mask sources and enters the view.
-    fn finish(self, root: &Root) -> Built<()> {
+    fn finish(self, root: &ViewRoot) -> BuildResult<()> {
         let done = || -> io::Result<()> {
             let dev = self.find(Path::new("dev"))?;
             // Other mounts may cover them.
             let _ = rustix::fs::unlinkat(&dev, MASK_DIRECTORY, AtFlags::REMOVEDIR);
             let _ = rustix::fs::unlinkat(&dev, MASK_FILE, AtFlags::empty());
             confine::mount_attributes(&dev, c"", EMPTY_PATH, READ_ONLY | NO_SUID, 0)?;
-            if matches!(root, Root::Empty { .. }) {
+            if matches!(root, ViewRoot::Empty { .. }) {
                 confine::mount_attributes(&self.root, c"", EMPTY_PATH, READ_ONLY, 0)?;
                 rustix::process::fchdir(&self.root)?;
                 rustix::process::pivot_root(c".", c".")?;
@@ -345,7 +359,7 @@ impl View {
             rustix::process::chdir(c"/")?;
             Ok(())
         };
-        done().map_err(|error| failed(Step::Mount, b"/", error))
+        done().map_err(|error| failed(LaunchStep::Mount, b"/", error))
     }
 }
 
@@ -353,12 +367,12 @@ const MASK_DIRECTORY: &str = ".mask";
 const MASK_FILE: &str = ".masked";
 
 /// The command's terminal, in the host's devpts instance.
-struct Slave {
+struct CommandTerminal {
     number: u32,
     copy: OwnedFd,
 }
 
-impl Slave {
+impl CommandTerminal {
     /// Finds the terminal on standard input, if it has a name.
     fn find() -> Option<Self> {
         let mut link = String::new();
@@ -412,11 +426,11 @@ fn is_directory(fd: &OwnedFd) -> io::Result<bool> {
 }
 
 /// Creates a detached copy of the mounts at a path, with all mounts below it.
-fn copy(path: &Path) -> Built<OwnedFd> {
+fn copy(path: &Path) -> BuildResult<OwnedFd> {
     let copied = root_directory()
         .and_then(|root| find(root, relative(path)))
         .and_then(|found| clone(&found));
-    copied.map_err(|error| failed(Step::Find, path.as_os_str().as_bytes(), error))
+    copied.map_err(|error| failed(LaunchStep::Find, path.as_os_str().as_bytes(), error))
 }
 
 fn clone(found: &OwnedFd) -> rustix::io::Result<OwnedFd> {
@@ -428,7 +442,7 @@ fn clone(found: &OwnedFd) -> rustix::io::Result<OwnedFd> {
 }
 
 /// As [`copy`], for a link itself.
-fn copy_link(path: &Path) -> Built<OwnedFd> {
+fn copy_link(path: &Path) -> BuildResult<OwnedFd> {
     let copied = || -> rustix::io::Result<OwnedFd> {
         let above = find(root_directory()?, relative(path.parent().unwrap_or(path)))?;
         let flags = OpenTreeFlags::OPEN_TREE_CLONE
@@ -436,7 +450,7 @@ fn copy_link(path: &Path) -> Built<OwnedFd> {
             | OpenTreeFlags::AT_SYMLINK_NOFOLLOW;
         rustix::mount::open_tree(&above, path.file_name().unwrap_or_default(), flags)
     };
-    copied().map_err(|error| failed(Step::Find, path.as_os_str().as_bytes(), error))
+    copied().map_err(|error| failed(LaunchStep::Find, path.as_os_str().as_bytes(), error))
 }
 
 /// Creates `/dev`, without the mounts in it.
@@ -464,7 +478,7 @@ fn make_dev() -> rustix::io::Result<OwnedFd> {
 }
 
 /// Makes parts of a new `/proc` read-only, if writing to them could change the machine.
-fn cover_proc(proc: &OwnedFd) -> Built<()> {
+fn cover_proc(proc: &OwnedFd) -> BuildResult<()> {
     for name in PROC_COVERS {
         let Ok(found) = find(proc, Path::new(name)) else {
             continue;
@@ -474,12 +488,12 @@ fn cover_proc(proc: &OwnedFd) -> Built<()> {
             confine::mount_attributes(&copy, c"", EMPTY_PATH | RECURSIVE, READ_ONLY, 0)?;
             Ok(attach(&copy, &found, c"")?)
         };
-        cover().map_err(|error| failed(Step::Mount, format!("/proc/{name}"), error))?;
+        cover().map_err(|error| failed(LaunchStep::Mount, format!("/proc/{name}"), error))?;
     }
     Ok(())
 }
 
-fn copy_devices() -> Built<Vec<(&'static str, OwnedFd)>> {
+fn copy_devices() -> BuildResult<Vec<(&'static str, OwnedFd)>> {
     let mut devices = Vec::with_capacity(DEVICES.len());
     for name in DEVICES {
         match copy(&Path::new("/dev").join(name)) {
@@ -493,8 +507,8 @@ fn copy_devices() -> Built<Vec<(&'static str, OwnedFd)>> {
 }
 
 /// Creates a new detached file system.
-fn fresh(kind: &str, options: &[(&str, &str)]) -> Built<OwnedFd> {
-    fresh_raw(kind, options).map_err(|error| failed(Step::Mount, kind, error))
+fn fresh(kind: &str, options: &[(&str, &str)]) -> BuildResult<OwnedFd> {
+    fresh_raw(kind, options).map_err(|error| failed(LaunchStep::Mount, kind, error))
 }
 
 fn fresh_raw(kind: &str, options: &[(&str, &str)]) -> rustix::io::Result<OwnedFd> {
@@ -510,9 +524,9 @@ fn fresh_raw(kind: &str, options: &[(&str, &str)]) -> rustix::io::Result<OwnedFd
     rustix::mount::fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)
 }
 
-fn attributes(mount: &OwnedFd, flags: u32, set: u64) -> Built<()> {
+fn attributes(mount: &OwnedFd, flags: u32, set: u64) -> BuildResult<()> {
     confine::mount_attributes(mount, c"", EMPTY_PATH | flags, set, 0)
-        .map_err(|error| failed(Step::Mount, b"", error))
+        .map_err(|error| failed(LaunchStep::Mount, b"", error))
 }
 
 /// Attaches a mount; an empty path means the descriptor itself.
@@ -525,7 +539,7 @@ fn attach(mount: &OwnedFd, at: impl AsFd, path: &CStr) -> rustix::io::Result<()>
 }
 
 /// Creates mount points.
-fn fill(root: &OwnedFd, points: &[(Text, bool)], mode: u32) -> Built<()> {
+fn fill(root: &OwnedFd, points: &[(SystemText, bool)], mode: u32) -> BuildResult<()> {
     for (point, is_directory) in points {
         let path = path_of(point);
         let made = || -> rustix::io::Result<()> {
@@ -537,17 +551,18 @@ fn fill(root: &OwnedFd, points: &[(Text, bool)], mode: u32) -> Built<()> {
             }
             make_file(root, path, mode & 0o444)
         };
-        made().map_err(|error| failed(Step::Mount, point, error))?;
+        made().map_err(|error| failed(LaunchStep::Mount, point, error))?;
     }
     if mode == 0o111 {
-        restrict_directories(root, points).map_err(|error| failed(Step::Mount, b"", error))?;
+        restrict_directories(root, points)
+            .map_err(|error| failed(LaunchStep::Mount, b"", error))?;
     }
     Ok(())
 }
 
 /// Makes directories searchable but not readable. Must run last: nothing can be created in them
 /// afterwards.
-fn restrict_directories(root: &OwnedFd, points: &[(Text, bool)]) -> rustix::io::Result<()> {
+fn restrict_directories(root: &OwnedFd, points: &[(SystemText, bool)]) -> rustix::io::Result<()> {
     for (point, _) in points {
         for above in path_of(point).ancestors().skip(1) {
             if !above.as_os_str().is_empty() {
@@ -577,14 +592,14 @@ fn make_file(root: &OwnedFd, path: &Path, mode: u32) -> rustix::io::Result<()> {
 }
 
 /// Tries to change the attributes of all mounts in one call.
-pub(super) fn try_attributes() -> Built<()> {
+pub(super) fn try_attributes() -> BuildResult<()> {
     let set = READ_ONLY | NO_SUID | NO_DEVICES;
     confine::mount_attributes(here(), c"/", RECURSIVE, set, PRIVATE)
-        .map_err(|error| failed(Step::Mount, b"/", error))
+        .map_err(|error| failed(LaunchStep::Mount, b"/", error))
 }
 
 /// Tries to mount a new `/proc`.
-pub(super) fn try_proc() -> Built<()> {
+pub(super) fn try_proc() -> BuildResult<()> {
     let proc = fresh("proc", &[])?;
-    attach(&proc, here(), c"/proc").map_err(|error| failed(Step::Mount, b"/proc", error))
+    attach(&proc, here(), c"/proc").map_err(|error| failed(LaunchStep::Mount, b"/proc", error))
 }

@@ -12,7 +12,7 @@ use exec_server_sync::{Condvar, Mutex};
 use tokio::sync::oneshot;
 
 use super::LEADERS;
-use super::table::Table;
+use super::table::ProcessTable;
 
 /// Maximum age of a table when it is used: the kernel does not reuse pids that quickly.
 const MAX_AGE: Duration = Duration::from_millis(10);
@@ -25,20 +25,20 @@ const FOREVER: Duration = Duration::from_secs(86_400);
 
 /// What a request needs after it has used the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Next {
+pub(super) enum TaskProgress {
     Done,
     /// Use the table again, read at least this much later.
     Again(Duration),
 }
 
-type Step = Box<dyn FnMut(&mut Table) -> Next + Send>;
+type TableTask = Box<dyn FnMut(&mut ProcessTable) -> TaskProgress + Send>;
 
-struct Queue {
-    arrived: Vec<Step>,
+struct TaskQueue {
+    arrived: Vec<TableTask>,
     has_thread: bool,
 }
 
-static QUEUE: Mutex<Queue> = Mutex::new(Queue {
+static QUEUE: Mutex<TaskQueue> = Mutex::new(TaskQueue {
     arrived: Vec::new(),
     has_thread: false,
 });
@@ -53,33 +53,33 @@ pub(super) fn start() -> bool {
     let mut queue = QUEUE.lock();
     if !queue.has_thread {
         let thread = thread::Builder::new().name("exec-processes".to_owned());
-        let worker = Worker::new();
+        let worker = InspectorThread::new();
         queue.has_thread = thread.spawn(|| worker.run()).is_ok();
     }
     queue.has_thread
 }
 
 /// Calls `step` with the table, as often as it requests.
-pub(super) fn submit(mut step: impl FnMut(&mut Table) -> Next + Send + 'static) {
+pub(super) fn submit(mut step: impl FnMut(&mut ProcessTable) -> TaskProgress + Send + 'static) {
     if start() {
         QUEUE.lock().arrived.push(Box::new(step));
         ARRIVED.notify_one();
         return;
     }
     // No thread can be started: read the table here, which is slower and blocks the caller.
-    let mut table = Table::new();
+    let mut table = ProcessTable::new();
     loop {
         table.update(&LEADERS);
         match step(&mut table) {
-            Next::Done => return,
-            Next::Again(pause) => thread::sleep(pause),
+            TaskProgress::Done => return,
+            TaskProgress::Again(pause) => thread::sleep(pause),
         }
     }
 }
 
 /// Same as [`submit`], for a step that returns one result. Continues when the future is dropped.
 pub(super) async fn inspect<R: Send + 'static>(
-    mut step: impl FnMut(&mut Table, &mut dyn FnMut(R)) -> Next + Send + 'static,
+    mut step: impl FnMut(&mut ProcessTable, &mut dyn FnMut(R)) -> TaskProgress + Send + 'static,
 ) -> R {
     let (sender, answer) = oneshot::channel();
     let mut sender = Some(sender);
@@ -97,18 +97,18 @@ pub(super) async fn inspect<R: Send + 'static>(
     }
 }
 
-struct Worker {
-    table: Table,
+struct InspectorThread {
+    table: ProcessTable,
     /// Requests that wait to use the table again, by due time.
-    waiting: BTreeMap<Instant, Vec<Step>>,
+    waiting: BTreeMap<Instant, Vec<TableTask>>,
     /// Due times are multiples of their pauses after this time, so that requests share reads.
     began: Instant,
 }
 
-impl Worker {
+impl InspectorThread {
     fn new() -> Self {
         Self {
-            table: Table::new(),
+            table: ProcessTable::new(),
             waiting: BTreeMap::new(),
             began: Instant::now(),
         }
@@ -122,7 +122,7 @@ impl Worker {
                 if self.table.age().is_none_or(|age| age > MAX_AGE) {
                     self.table.update(&LEADERS);
                 }
-                if let Next::Again(pause) = step(&mut self.table) {
+                if let TaskProgress::Again(pause) = step(&mut self.table) {
                     let due = self.due(Instant::now(), pause);
                     self.waiting.entry(due).or_default().push(step);
                 }
@@ -140,7 +140,7 @@ impl Worker {
     }
 
     /// Waits for requests that are due.
-    fn next(&mut self) -> Vec<Step> {
+    fn next(&mut self) -> Vec<TableTask> {
         let mut queue = QUEUE.lock();
         let mut is_shrunk = false;
         loop {

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use exec_server_sync::Mutex;
 use rustix::process::Pid;
 
-use super::{Leaders, TAG_RESOURCE, Tag};
+use super::{Leaders, TAG_RESOURCE, TreeTag};
 use exec_server_sys::{probe, rlimit};
 
 /// Pids below the latest one that are read again: a process gets its pid a moment before it becomes
@@ -111,9 +111,9 @@ pub(super) fn all_pids() -> impl Iterator<Item = i32> {
 
 /// Owner of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Owner {
+enum ProcessOwner {
     /// A tree that this server started.
-    Tree(Tag),
+    Tree(TreeTag),
     /// The server itself: its own process, sandbox launchers on standby and file helpers.
     Server,
     /// A descendant of this server without evidence of its tree.
@@ -123,24 +123,24 @@ enum Owner {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Entry {
+struct ProcessEntry {
     parent: i32,
     session: i32,
     start: u64,
-    owner: Owner,
+    owner: ProcessOwner,
 }
 
 /// Process table; see the module documentation.
 #[derive(Debug)]
-pub(super) struct Table {
+pub(super) struct ProcessTable {
     own: i32,
-    entries: HashMap<i32, Entry>,
+    entries: HashMap<i32, ProcessEntry>,
     /// Pids by tree; some processes may have ended, and some pids may have been reused.
-    trees: HashMap<Tag, Vec<i32>>,
+    trees: HashMap<TreeTag, Vec<i32>>,
     /// Processes that may later turn out to belong to a tree: launchers on standby, and newly
     /// forked processes without a tag.
     undecided: Vec<i32>,
-    numbers: Numbers,
+    numbers: PidAllocation,
     /// The latest pid when the table was read, if that is known.
     latest: Option<i32>,
     read_at: Option<Instant>,
@@ -152,14 +152,14 @@ pub(super) struct Table {
     adopts_orphans: bool,
 }
 
-impl Table {
+impl ProcessTable {
     pub(super) fn new() -> Self {
         Self {
             own: rustix::process::getpid().as_raw_nonzero().get(),
             entries: HashMap::new(),
             trees: HashMap::new(),
             undecided: Vec::new(),
-            numbers: Numbers::new(),
+            numbers: PidAllocation::new(),
             latest: None,
             read_at: None,
             settled: false,
@@ -226,7 +226,7 @@ impl Table {
     pub(super) fn shrink(&mut self, leaders: &Mutex<Leaders>) {
         let registered = leaders.lock().tags();
         self.entries.retain(
-            |_, entry| matches!(entry.owner, Owner::Tree(tag) if registered.contains(&tag)),
+            |_, entry| matches!(entry.owner, ProcessOwner::Tree(tag) if registered.contains(&tag)),
         );
         self.entries.shrink_to_fit();
         self.trees = HashMap::new();
@@ -236,10 +236,10 @@ impl Table {
 
     /// The processes of these trees with their start times; some may have ended. Never includes
     /// this process.
-    pub(super) fn processes(&self, tags: &HashSet<Tag>) -> Vec<(i32, u64)> {
-        let of_tree = |tag: &Tag| {
+    pub(super) fn processes(&self, tags: &HashSet<TreeTag>) -> Vec<(i32, u64)> {
+        let of_tree = |tag: &TreeTag| {
             let pids = self.trees.get(tag).into_iter().flatten();
-            let owner = Owner::Tree(*tag);
+            let owner = ProcessOwner::Tree(*tag);
             pids.filter_map(move |&pid| {
                 let entry = self.entries.get(&pid)?;
                 (entry.owner == owner).then_some((pid, entry.start))
@@ -253,7 +253,7 @@ impl Table {
 
     /// The living processes of these trees, parents before children, so that a shell receives its
     /// signal before it detects the end of the child that it waits for.
-    pub(super) fn living(&mut self, tags: &HashSet<Tag>) -> Vec<Pid> {
+    pub(super) fn living(&mut self, tags: &HashSet<TreeTag>) -> Vec<Pid> {
         let mut parents = HashMap::new();
         let mut gone = HashSet::new();
         for (pid, start) in self.processes(tags) {
@@ -285,7 +285,7 @@ impl Table {
         }
         let strays = self.undecided.iter().filter_map(|pid| {
             let entry = self.entries.get(pid)?;
-            (entry.owner == Owner::Stray && entry.start >= since).then_some(())?;
+            (entry.owner == ProcessOwner::Stray && entry.start >= since).then_some(())?;
             let alive = Stat::of(*pid).is_some_and(|stat| stat.start == entry.start && !stat.ended);
             alive.then_some((Pid::from_raw(*pid)?, entry.start))
         });
@@ -305,11 +305,11 @@ impl Table {
             let known = old.get(&pid);
             let same = known.filter(|known| known.start == stat.start);
             if let Some(entry) = same
-                && matches!(entry.owner, Owner::Tree(_) | Owner::Foreign)
+                && matches!(entry.owner, ProcessOwner::Tree(_) | ProcessOwner::Foreign)
             {
                 self.insert(pid, stat, entry.owner);
             } else {
-                self.insert(pid, stat, Owner::Stray);
+                self.insert(pid, stat, ProcessOwner::Stray);
                 new.push(pid);
             }
         }
@@ -332,7 +332,7 @@ impl Table {
             if probe::is_process(number)
                 && let Some(stat) = Stat::of(number)
             {
-                self.insert(number, stat, Owner::Stray);
+                self.insert(number, stat, ProcessOwner::Stray);
                 new.push(number);
             }
         }
@@ -340,15 +340,15 @@ impl Table {
         self.decide(new, leaders);
     }
 
-    fn insert(&mut self, pid: i32, stat: Stat, owner: Owner) {
-        let entry = Entry {
+    fn insert(&mut self, pid: i32, stat: Stat, owner: ProcessOwner) {
+        let entry = ProcessEntry {
             parent: stat.parent,
             session: stat.session,
             start: stat.start,
             owner,
         };
         self.entries.insert(pid, entry);
-        if let Owner::Tree(tag) = owner {
+        if let ProcessOwner::Tree(tag) = owner {
             self.trees.entry(tag).or_default().push(pid);
         }
     }
@@ -387,7 +387,7 @@ impl Table {
                 rereads += 1;
                 match Stat::of(pid) {
                     Some(stat) if stat.start == entry.start => {
-                        self.insert(pid, stat, Owner::Stray);
+                        self.insert(pid, stat, ProcessOwner::Stray);
                     }
                     _ => _ = self.entries.remove(&pid),
                 }
@@ -399,42 +399,42 @@ impl Table {
                 entry.owner = owner;
             }
             match owner {
-                Owner::Tree(tag) => self.trees.entry(tag).or_default().push(pid),
-                Owner::Foreign => {}
-                Owner::Server | Owner::Stray => self.undecided.push(pid),
+                ProcessOwner::Tree(tag) => self.trees.entry(tag).or_default().push(pid),
+                ProcessOwner::Foreign => {}
+                ProcessOwner::Server | ProcessOwner::Stray => self.undecided.push(pid),
             }
         }
     }
 
-    fn owner(&self, pid: i32, entry: Entry, leaders: &Mutex<Leaders>) -> Owner {
+    fn owner(&self, pid: i32, entry: ProcessEntry, leaders: &Mutex<Leaders>) -> ProcessOwner {
         if pid == self.own {
-            return Owner::Server;
+            return ProcessOwner::Server;
         }
         if let Some(tag) = leaders.lock().running(pid) {
-            return Owner::Tree(tag);
+            return ProcessOwner::Tree(tag);
         }
         let parent = match self.entries.get(&entry.parent) {
             _ if entry.parent == self.own => None,
             Some(parent) => Some(parent.owner),
-            None => Some(Owner::Foreign),
+            None => Some(ProcessOwner::Foreign),
         };
-        if let Some(Owner::Tree(tag)) = parent {
-            return Owner::Tree(tag);
+        if let Some(ProcessOwner::Tree(tag)) = parent {
+            return ProcessOwner::Tree(tag);
         }
         if let Some(tag) = leaders.lock().started(entry.session) {
-            return Owner::Tree(tag);
+            return ProcessOwner::Tree(tag);
         }
         // The pid of a session leader is not reused while the session has members.
         if let Some(leader) = self.entries.get(&entry.session)
-            && let Owner::Tree(tag) = leader.owner
+            && let ProcessOwner::Tree(tag) = leader.owner
         {
-            return Owner::Tree(tag);
+            return ProcessOwner::Tree(tag);
         }
         match (tag_of(pid), parent) {
-            (Some(tag), _) if tag == Tag::of_server() => Owner::Server,
-            (Some(tag), _) => Owner::Tree(tag),
+            (Some(tag), _) if tag == TreeTag::of_server() => ProcessOwner::Server,
+            (Some(tag), _) => ProcessOwner::Tree(tag),
             // Orphans of this server's trees become its children, if it adopts orphans.
-            (None, None) => Owner::Stray,
+            (None, None) => ProcessOwner::Stray,
             (None, Some(above)) => above,
         }
     }
@@ -447,25 +447,27 @@ impl Table {
             let Some(entry) = self.entries.get(&pid).copied() else {
                 continue;
             };
-            if !self.adopts_orphans && entry.owner == Owner::Stray && entry.start < grown {
+            if !self.adopts_orphans && entry.owner == ProcessOwner::Stray && entry.start < grown {
                 // A child that this program has started in another way.
                 self.entries.insert(
                     pid,
-                    Entry {
-                        owner: Owner::Foreign,
+                    ProcessEntry {
+                        owner: ProcessOwner::Foreign,
                         ..entry
                     },
                 );
                 continue;
             }
             let is_own = pid == self.own;
-            if is_own || entry.owner == Owner::Server && tag_of(pid) == Some(Tag::of_server()) {
+            if is_own
+                || entry.owner == ProcessOwner::Server && tag_of(pid) == Some(TreeTag::of_server())
+            {
                 self.undecided.push(pid);
                 continue;
             }
             match Stat::of(pid).filter(|stat| stat.start == entry.start) {
                 Some(stat) => {
-                    self.insert(pid, stat, Owner::Stray);
+                    self.insert(pid, stat, ProcessOwner::Stray);
                     new.push(pid);
                 }
                 None => _ = self.entries.remove(&pid),
@@ -476,9 +478,9 @@ impl Table {
 }
 
 /// The tag of a process, if this program has assigned it.
-fn tag_of(pid: i32) -> Option<Tag> {
+fn tag_of(pid: i32) -> Option<TreeTag> {
     let limit = rlimit::hard(Some(Pid::from_raw(pid)?), TAG_RESOURCE).ok()?;
-    Some(Tag(limit)).filter(|tag| tag.is_given_out())
+    Some(TreeTag(limit)).filter(|tag| tag.is_given_out())
 }
 
 /// Number of ancestors of a process in the table.
@@ -493,14 +495,14 @@ fn ancestors(pid: i32, parents: &HashMap<i32, i32>) -> usize {
 
 /// State of the kernel's pid allocation.
 #[derive(Debug)]
-struct Numbers {
+struct PidAllocation {
     /// `/proc/loadavg`, if it is the kernel's own file and has the needed field.
     file: Option<File>,
     /// Minimum time until a pid is reused.
     come_around: Duration,
 }
 
-impl Numbers {
+impl PidAllocation {
     fn new() -> Self {
         let most = fs::read_to_string("/proc/sys/kernel/pid_max");
         let most = most.ok().and_then(|text| text.trim().parse::<u32>().ok());
@@ -532,7 +534,7 @@ impl Numbers {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Run;
+    use super::super::LeaderState;
     use super::*;
 
     #[test]
@@ -565,7 +567,7 @@ mod tests {
 
     #[test]
     fn update_after_scan_finds_new_processes_without_another_scan() {
-        let mut table = Table::new();
+        let mut table = ProcessTable::new();
         let leaders = Mutex::<Leaders>::default();
         table.update(&leaders);
         let scans = table_reads().scans;
@@ -580,7 +582,10 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         let found = found.unwrap();
-        assert_eq!((found.parent, found.owner), (table.own, Owner::Stray));
+        assert_eq!(
+            (found.parent, found.owner),
+            (table.own, ProcessOwner::Stray)
+        );
         if table.numbers.file.is_some() {
             assert!(table.is_settled());
             assert_eq!(table_reads().scans, scans);
@@ -594,17 +599,17 @@ mod tests {
             .spawn()
             .unwrap();
         let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
-        let tags = HashSet::from([Tag::fresh()]);
+        let tags = HashSet::from([TreeTag::fresh()]);
         let leaders = Mutex::<Leaders>::default();
         leaders.lock().add(pid, *tags.iter().next().unwrap());
-        let mut table = Table::new();
+        let mut table = ProcessTable::new();
         table.update(&leaders);
         let first = table.living(&tags);
         leaders
             .lock()
             .0
             .values_mut()
-            .for_each(|(_, run)| *run = Run::Ended);
+            .for_each(|(_, run)| *run = LeaderState::Ended);
         table.update(&leaders);
         table.shrink(&leaders);
         table.update(&leaders);

@@ -6,18 +6,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_client::unified::{
-    self, BYTES_PER_TOKEN, DirectRequest, INTERRUPT, Launch, ProcessIo, SessionInfo,
+    self, BYTES_PER_TOKEN, CommandLaunch, DirectRequest, INTERRUPT, ProcessIo, SessionInfo,
     UnifiedExecError,
 };
 use exec_server_client::{ExecProcess, ReadRequest, WaitForRequest};
-use exec_server_protocol::process::{Condition, Stream, TerminateMode, WaitForResult};
+use exec_server_protocol::process::{Condition, OutputStream, TerminateMode, WaitForResult};
 use serde_json::{Value, json};
 
-use super::{Outcome, ToolError, ToolResult, budget, cancellable, fitted};
+use super::{ToolError, ToolOutcome, ToolResult, budget, cancellable, fitted};
 use crate::params::{
-    ExecCommand, Kill, ListProcesses, ReadOutput, StreamName, WaitFor, WriteStdin,
+    ExecCommandParams, KillParams, ListProcesses, ReadOutput, StreamName, WaitFor, WriteStdinParams,
 };
-use crate::server::{Call, environment_of, log_uri};
+use crate::server::{ToolCall, environment_of, log_uri};
 
 /// How long a cancelled command may take to exit after its interrupt.
 const CANCEL_GRACE: Duration = Duration::from_secs(2);
@@ -31,7 +31,7 @@ pub(super) const WAITS: (Duration, Duration) = (Duration::from_secs(30), Duratio
 /// Default and maximum time in which `kill` lets a command clean up.
 const GRACES_MS: (u64, u64) = (2_000, 30_000);
 
-pub(super) async fn exec_command(call: Call, params: ExecCommand) -> ToolResult {
+pub(super) async fn exec_command(call: ToolCall, params: ExecCommandParams) -> ToolResult {
     let (id, environment) = call.environment(params.environment_id.as_deref()).await?;
     let cwd = environment.path(params.workdir.as_deref().unwrap_or("."))?;
     let shell = params.shell.as_deref().unwrap_or(&environment.shell);
@@ -40,10 +40,10 @@ pub(super) async fn exec_command(call: Call, params: ExecCommand) -> ToolResult 
     if params.tty {
         request.io = ProcessIo::Terminal(None);
     }
-    let direct = Launch::direct(Arc::clone(&environment.backend), request);
+    let direct = CommandLaunch::direct(Arc::clone(&environment.backend), request);
     let mut start = direct.params().clone();
     start.sandbox.clone_from(&environment.sandbox);
-    let launch = Launch::prepared(Arc::clone(&environment.backend), start);
+    let launch = CommandLaunch::prepared(Arc::clone(&environment.backend), start);
     let command_id = call.command_id(&id);
     let mut command = unified::ExecCommand::new(command_id.clone(), launch);
     command.yield_time = params.yield_time_ms.map(Duration::from_millis);
@@ -59,7 +59,7 @@ pub(super) async fn exec_command(call: Call, params: ExecCommand) -> ToolResult 
 }
 
 /// Ends the command of a cancelled call, because the client never received its session.
-async fn interrupt(call: &Call, command_id: &str) {
+async fn interrupt(call: &ToolCall, command_id: &str) {
     let unified = &call.shared.unified;
     let sessions = unified.sessions();
     let Some(session) = sessions.iter().find(|one| one.call_id == command_id) else {
@@ -80,7 +80,7 @@ async fn interrupt(call: &Call, command_id: &str) {
     }
 }
 
-pub(super) async fn write_stdin(call: &Call, params: WriteStdin) -> ToolResult {
+pub(super) async fn write_stdin(call: &ToolCall, params: WriteStdinParams) -> ToolResult {
     let id = call.id.clone();
     let mut write = unified::WriteStdin::new(id, params.session_id, params.chars);
     write.yield_time = params.yield_time_ms.map(Duration::from_millis);
@@ -91,7 +91,7 @@ pub(super) async fn write_stdin(call: &Call, params: WriteStdin) -> ToolResult {
     .await
 }
 
-pub(super) async fn kill(call: &Call, params: Kill) -> ToolResult {
+pub(super) async fn kill(call: &ToolCall, params: KillParams) -> ToolResult {
     let mode = match params.force {
         true => TerminateMode::Force,
         false => TerminateMode::Graceful {
@@ -104,14 +104,14 @@ pub(super) async fn kill(call: &Call, params: Kill) -> ToolResult {
 }
 
 /// Converts a response of unified exec.
-fn outcome_of(answer: &unified::Answer) -> Outcome {
-    Outcome {
+fn outcome_of(answer: &unified::CommandResult) -> ToolOutcome {
+    ToolOutcome {
         text: answer.text(),
         structured: answer.json(),
     }
 }
 
-pub(super) async fn read_output(call: &Call, params: ReadOutput) -> ToolResult {
+pub(super) async fn read_output(call: &ToolCall, params: ReadOutput) -> ToolResult {
     let process = process(call, params.session_id)?;
     let tokens = budget(params.max_output_tokens);
     let request = ReadRequest {
@@ -155,15 +155,15 @@ pub(super) async fn read_output(call: &Call, params: ReadOutput) -> ToolResult {
     if let Some(evicted) = read.evicted {
         structured["evicted_bytes"] = evicted.bytes.into();
     }
-    Ok(Outcome { text, structured })
+    Ok(ToolOutcome { text, structured })
 }
 
-fn process(call: &Call, session: u32) -> Result<Arc<dyn ExecProcess>, ToolError> {
+fn process(call: &ToolCall, session: u32) -> Result<Arc<dyn ExecProcess>, ToolError> {
     let process = call.shared.unified.process(session);
     process.ok_or_else(|| UnifiedExecError::UnknownSession(session).into())
 }
 
-pub(super) fn list_processes(call: &Call, params: &ListProcesses) -> ToolResult {
+pub(super) fn list_processes(call: &ToolCall, params: &ListProcesses) -> ToolResult {
     let mut sessions = call.shared.unified.sessions();
     sessions.retain(|session| params.all || session.running);
     let mut text = String::new();
@@ -182,7 +182,7 @@ pub(super) fn list_processes(call: &Call, params: &ListProcesses) -> ToolResult 
     }
     let processes: Vec<Value> = sessions.iter().map(listed).collect();
     let structured = json!({ "processes": processes });
-    Ok(Outcome { text, structured })
+    Ok(ToolOutcome { text, structured })
 }
 
 fn state(session: &SessionInfo) -> String {
@@ -211,7 +211,7 @@ fn listed(session: &SessionInfo) -> Value {
     })
 }
 
-pub(super) async fn wait_for(call: &Call, params: WaitFor) -> ToolResult {
+pub(super) async fn wait_for(call: &ToolCall, params: WaitFor) -> ToolResult {
     let process = process(call, params.session_id)?;
     let mut any = Vec::new();
     let mut names = Vec::new();
@@ -260,7 +260,7 @@ pub(super) async fn wait_for(call: &Call, params: WaitFor) -> ToolResult {
     if let Some(pid) = result.pid {
         structured["pid"] = pid.into();
     }
-    Ok(Outcome { text, structured })
+    Ok(ToolOutcome { text, structured })
 }
 
 fn fired_text(fired: Option<&str>, result: &WaitForResult) -> String {
@@ -283,10 +283,10 @@ fn fired_text(fired: Option<&str>, result: &WaitForResult) -> String {
     text
 }
 
-fn stream(name: StreamName) -> Stream {
+fn stream(name: StreamName) -> OutputStream {
     match name {
-        StreamName::Stdout => Stream::Stdout,
-        StreamName::Stderr => Stream::Stderr,
-        StreamName::Pty => Stream::Pty,
+        StreamName::Stdout => OutputStream::Stdout,
+        StreamName::Stderr => OutputStream::Stderr,
+        StreamName::Pty => OutputStream::Pty,
     }
 }

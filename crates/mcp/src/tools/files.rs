@@ -6,8 +6,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use exec_server_client::ExecServerError;
 use exec_server_client::fs::{
-    Access, CreateDirectory, DirectoryPages, ReadDirectory, ReadStream, Remove,
-    Search as SearchOptions, Walk, Watch, WriteOptions,
+    AccessOptions, CreateDirectoryOptions, DirectoryPages, ReadDirectoryOptions, ReadStreamOptions,
+    RemoveOptions, SearchOptions, TreeWalkOptions, WatchOptions, WriteOptions,
 };
 use exec_server_client::unified::BYTES_PER_TOKEN;
 use exec_server_protocol::fs::{ChangeKind, WalkKind};
@@ -16,11 +16,11 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 
 use super::commands::WAITS;
-use super::{Outcome, ToolError, ToolResult, budget, cancellable, fitted};
-use crate::environment::Environment;
-use crate::params::{Edit, ListDir, ReadFile, Search, WatchOnce, WriteFile};
-use crate::patch::{self, Change};
-use crate::server::Call;
+use super::{ToolError, ToolOutcome, ToolResult, budget, cancellable, fitted};
+use crate::environment::ToolEnvironment;
+use crate::params::{EditParams, ListDir, ReadFile, SearchFilesParams, WatchOnce, WriteFile};
+use crate::patch::{self, FilePatch};
+use crate::server::ToolCall;
 
 /// Maximum size of a file to edit. Models do not edit larger files intentionally.
 const MAX_EDIT_BYTES: u64 = 16 << 20;
@@ -40,15 +40,15 @@ const MAX_DEPTH: usize = 16;
 /// Maximum number of changes that `watch_once` shows.
 const MAX_CHANGES: usize = 500;
 
-pub(super) async fn read_file(call: &Call, params: ReadFile) -> ToolResult {
+pub(super) async fn read_file(call: &ToolCall, params: ReadFile) -> ToolResult {
     let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
     let path = environment.path(&params.path)?;
-    let options = ReadStream {
+    let options = ReadStreamOptions {
         offset: 0,
         sandbox: environment.sandbox.clone(),
     };
     let tokens = budget(params.max_output_tokens);
-    let mut lines = Lines::new(
+    let mut lines = LineSelection::new(
         params.offset.unwrap_or(1).max(1),
         params.limit.unwrap_or(u64::MAX),
         tokens.saturating_mul(BYTES_PER_TOKEN),
@@ -90,12 +90,12 @@ pub(super) async fn read_file(call: &Call, params: ReadFile) -> ToolResult {
             false => writeln!(text, "[more from line {next}]"),
         };
     }
-    Ok(Outcome { text, structured })
+    Ok(ToolOutcome { text, structured })
 }
 
 /// Selects lines of a file while it is read.
 #[derive(Debug)]
-struct Lines {
+struct LineSelection {
     /// Number of the current line, from 1.
     line: u64,
     first: u64,
@@ -111,7 +111,7 @@ struct Lines {
     cut: bool,
 }
 
-impl Lines {
+impl LineSelection {
     fn new(first: u64, limit: u64, room: usize) -> Self {
         Self {
             line: 1,
@@ -185,7 +185,7 @@ impl Lines {
     }
 }
 
-pub(super) async fn write_file(call: &Call, params: WriteFile) -> ToolResult {
+pub(super) async fn write_file(call: &ToolCall, params: WriteFile) -> ToolResult {
     let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
     let path = environment.path(&params.path)?;
     let bytes = params.content.len();
@@ -194,11 +194,11 @@ pub(super) async fn write_file(call: &Call, params: WriteFile) -> ToolResult {
     let shown = environment.shown(&path);
     let text = format!("wrote {bytes} bytes to {shown}");
     let structured = json!({ "path": shown, "bytes": bytes });
-    Ok(Outcome { text, structured })
+    Ok(ToolOutcome { text, structured })
 }
 
 async fn write(
-    environment: &Environment,
+    environment: &ToolEnvironment,
     path: &PathUri,
     content: String,
     mode: Option<u32>,
@@ -207,17 +207,17 @@ async fn write(
     let parent = native.as_deref().and_then(|native| native.parent());
     if let Some(parent) = parent {
         let parent = exec_server_client::fs::uri(parent)?;
-        let options = Access {
+        let options = AccessOptions {
             sandbox: environment.sandbox.clone(),
-            ..Access::default()
+            ..AccessOptions::default()
         };
         // Checked first: a user may write into a directory without permission to create
         // directories.
         let there = environment.files.metadata(&parent, options).await;
         if there.is_err_and(|error| error.code() == Some(codes::NOT_FOUND)) {
-            let options = CreateDirectory {
+            let options = CreateDirectoryOptions {
                 sandbox: environment.sandbox.clone(),
-                ..CreateDirectory::default()
+                ..CreateDirectoryOptions::default()
             };
             environment.files.create_directory(&parent, options).await?;
         }
@@ -233,12 +233,12 @@ async fn write(
 }
 
 /// Reads a text file that is small enough to be edited.
-async fn text_of(environment: &Environment, path: &PathUri) -> Result<String, ToolError> {
+async fn text_of(environment: &ToolEnvironment, path: &PathUri) -> Result<String, ToolError> {
     let shown = environment.shown(path);
     let named = |error: ExecServerError| ToolError::Failed(format!("{shown}: {error}"));
-    let access = Access {
+    let access = AccessOptions {
         sandbox: environment.sandbox.clone(),
-        ..Access::default()
+        ..AccessOptions::default()
     };
     let found = environment
         .files
@@ -262,12 +262,12 @@ async fn text_of(environment: &Environment, path: &PathUri) -> Result<String, To
 }
 
 /// Planned change of one file; all changes are planned before the first is made.
-enum Step {
+enum PlannedEdit {
     Write { path: PathUri, content: String },
     Remove { path: PathUri },
 }
 
-pub(super) async fn edit(call: &Call, params: Edit) -> ToolResult {
+pub(super) async fn edit(call: &ToolCall, params: EditParams) -> ToolResult {
     let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
     let wrong = |message: &str| ToolError::Arguments(message.to_owned());
     let steps = match (params.patch, params.path, params.old_text, params.new_text) {
@@ -282,7 +282,7 @@ pub(super) async fn edit(call: &Call, params: Edit) -> ToolResult {
                 &new,
                 params.replace_all,
             )?;
-            vec![Step::Write { path, content }]
+            vec![PlannedEdit::Write { path, content }]
         }
         _ => {
             return Err(wrong(
@@ -294,14 +294,14 @@ pub(super) async fn edit(call: &Call, params: Edit) -> ToolResult {
     let mut text = String::new();
     for step in steps {
         let (path, kind, outcome) = match step {
-            Step::Write { path, content } => {
+            PlannedEdit::Write { path, content } => {
                 let outcome = write(&environment, &path, content, None).await;
                 (path, "written", outcome)
             }
-            Step::Remove { path } => {
-                let options = Remove {
+            PlannedEdit::Remove { path } => {
+                let options = RemoveOptions {
                     sandbox: environment.sandbox.clone(),
-                    ..Remove::default()
+                    ..RemoveOptions::default()
                 };
                 let outcome = environment.files.remove(&path, options).await;
                 (path, "removed", outcome.map_err(ToolError::from))
@@ -318,7 +318,7 @@ pub(super) async fn edit(call: &Call, params: Edit) -> ToolResult {
         done.push(json!({ "path": shown, "change": kind }));
     }
     let structured = json!({ "files": done });
-    Ok(Outcome { text, structured })
+    Ok(ToolOutcome { text, structured })
 }
 
 fn replaced(
@@ -343,22 +343,25 @@ fn replaced(
     }
 }
 
-async fn patch_steps(environment: &Environment, patch: &str) -> Result<Vec<Step>, ToolError> {
+async fn patch_steps(
+    environment: &ToolEnvironment,
+    patch: &str,
+) -> Result<Vec<PlannedEdit>, ToolError> {
     let failed = |error: patch::PatchError| ToolError::Failed(error.to_string());
     let mut steps = Vec::new();
     for change in patch::parse(patch).map_err(failed)? {
         match change {
-            Change::Add { path, content } => {
+            FilePatch::Add { path, content } => {
                 let path = environment.path(&path)?;
-                steps.push(Step::Write { path, content });
+                steps.push(PlannedEdit::Write { path, content });
             }
-            Change::Delete { path } => {
+            FilePatch::Delete { path } => {
                 let path = environment.path(&path)?;
                 // Checked now, so that an error is reported before anything is changed.
                 text_of(environment, &path).await?;
-                steps.push(Step::Remove { path });
+                steps.push(PlannedEdit::Remove { path });
             }
-            Change::Update {
+            FilePatch::Update {
                 path,
                 move_to,
                 hunks,
@@ -369,10 +372,10 @@ async fn patch_steps(environment: &Environment, patch: &str) -> Result<Vec<Step>
                 match move_to {
                     Some(to) => {
                         let to = environment.path(&to)?;
-                        steps.push(Step::Write { path: to, content });
-                        steps.push(Step::Remove { path: from });
+                        steps.push(PlannedEdit::Write { path: to, content });
+                        steps.push(PlannedEdit::Remove { path: from });
                     }
-                    None => steps.push(Step::Write {
+                    None => steps.push(PlannedEdit::Write {
                         path: from,
                         content,
                     }),
@@ -383,7 +386,7 @@ async fn patch_steps(environment: &Environment, patch: &str) -> Result<Vec<Step>
     Ok(steps)
 }
 
-pub(super) async fn list_dir(call: &Call, params: ListDir) -> ToolResult {
+pub(super) async fn list_dir(call: &ToolCall, params: ListDir) -> ToolResult {
     let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
     let path = environment.path(params.path.as_deref().unwrap_or("."))?;
     let max = params.max_entries.unwrap_or(ENTRIES.0).min(ENTRIES.1);
@@ -393,9 +396,9 @@ pub(super) async fn list_dir(call: &Call, params: ListDir) -> ToolResult {
     let mut truncated = false;
     let mut errors = 0;
     if depth == 1 {
-        let options = ReadDirectory {
+        let options = ReadDirectoryOptions {
             sandbox: environment.sandbox.clone(),
-            ..ReadDirectory::default()
+            ..ReadDirectoryOptions::default()
         };
         let mut pages = DirectoryPages::new(environment.files.clone(), &path, options);
         // Pages arrive in the order of names, so pages beyond the limit are not requested.
@@ -407,12 +410,12 @@ pub(super) async fn list_dir(call: &Call, params: ListDir) -> ToolResult {
         }
         entries.sort();
     } else {
-        let options = Walk {
+        let options = TreeWalkOptions {
             max_depth: depth - 1,
             max_entries: max,
             prune_hidden_directories: true,
             sandbox: environment.sandbox.clone(),
-            ..Walk::default()
+            ..TreeWalkOptions::default()
         };
         let walk = cancellable(call, async {
             Ok(environment.files.walk(&path, options).await?)
@@ -458,10 +461,10 @@ pub(super) async fn list_dir(call: &Call, params: ListDir) -> ToolResult {
         "truncated": truncated,
     });
     let text = fitted(&text, budget(None));
-    Ok(Outcome { text, structured })
+    Ok(ToolOutcome { text, structured })
 }
 
-pub(super) async fn search(call: &Call, params: Search) -> ToolResult {
+pub(super) async fn search(call: &ToolCall, params: SearchFilesParams) -> ToolResult {
     let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
     let path = environment.path(params.path.as_deref().unwrap_or("."))?;
     let options = SearchOptions {
@@ -518,16 +521,16 @@ pub(super) async fn search(call: &Call, params: Search) -> ToolResult {
         "truncated": cut,
     });
     let text = fitted(&text, tokens);
-    Ok(Outcome { text, structured })
+    Ok(ToolOutcome { text, structured })
 }
 
-pub(super) async fn watch_once(call: &Call, params: WatchOnce) -> ToolResult {
+pub(super) async fn watch_once(call: &ToolCall, params: WatchOnce) -> ToolResult {
     let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
     let path = environment.path(params.path.as_deref().unwrap_or("."))?;
-    let options = Watch {
+    let options = WatchOptions {
         recursive: params.recursive.unwrap_or(true),
         sandbox: environment.sandbox.clone(),
-        ..Watch::default()
+        ..WatchOptions::default()
     };
     let timeout = params.timeout_ms.map(Duration::from_millis);
     let timeout = timeout.unwrap_or(WAITS.0).min(WAITS.1);
@@ -543,7 +546,7 @@ pub(super) async fn watch_once(call: &Call, params: WatchOnce) -> ToolResult {
     let Some(batch) = batch else {
         let structured = json!({ "changes": [], "timed_out": true });
         let text = "nothing changed in time\n".to_owned();
-        return Ok(Outcome { text, structured });
+        return Ok(ToolOutcome { text, structured });
     };
     let mut text = String::new();
     let mut changes: Vec<Value> = Vec::new();
@@ -568,15 +571,15 @@ pub(super) async fn watch_once(call: &Call, params: WatchOnce) -> ToolResult {
         text.push_str("[there were more changes]\n");
     }
     let structured = json!({ "changes": changes, "timed_out": false, "more": more });
-    Ok(Outcome { text, structured })
+    Ok(ToolOutcome { text, structured })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn lines(text: &str, first: u64, limit: u64, room: usize, cut: usize) -> Lines {
-        let mut lines = Lines::new(first, limit, room);
+    fn lines(text: &str, first: u64, limit: u64, room: usize, cut: usize) -> LineSelection {
+        let mut lines = LineSelection::new(first, limit, room);
         for piece in text.as_bytes().chunks(cut) {
             if lines.take(piece) {
                 return lines;

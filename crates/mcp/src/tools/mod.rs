@@ -11,15 +11,15 @@ use rmcp::model::JsonObject;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::environment::EnvironmentError;
-use crate::server::Call;
+use crate::environment::ToolEnvironmentError;
+use crate::server::ToolCall;
 
 /// Default and maximum number of tokens in a response.
 const TOKENS: (usize, usize) = (10_000, 100_000);
 
 /// Result of a tool: text for the model, and a structured value for programs.
 #[derive(Debug)]
-pub(crate) struct Outcome {
+pub(crate) struct ToolOutcome {
     pub(crate) text: String,
     pub(crate) structured: Value,
 }
@@ -45,16 +45,20 @@ impl From<UnifiedExecError> for ToolError {
     }
 }
 
-impl From<EnvironmentError> for ToolError {
-    fn from(error: EnvironmentError) -> Self {
+impl From<ToolEnvironmentError> for ToolError {
+    fn from(error: ToolEnvironmentError) -> Self {
         Self::Failed(error.to_string())
     }
 }
 
-type ToolResult = Result<Outcome, ToolError>;
+type ToolResult = Result<ToolOutcome, ToolError>;
 
 /// Calls a tool. The name has been checked.
-pub(crate) async fn call(call: Call, name: Cow<'static, str>, arguments: JsonObject) -> ToolResult {
+pub(crate) async fn call(
+    call: ToolCall,
+    name: Cow<'static, str>,
+    arguments: JsonObject,
+) -> ToolResult {
     match &*name {
         "exec_command" => commands::exec_command(call, decode(arguments)?).await,
         "write_stdin" => commands::write_stdin(&call, decode(arguments)?).await,
@@ -94,7 +98,7 @@ fn fitted(text: &str, tokens: usize) -> String {
 
 /// Runs work until it ends or the client cancels the request.
 async fn cancellable<R>(
-    call: &Call,
+    call: &ToolCall,
     work: impl Future<Output = Result<R, ToolError>>,
 ) -> Result<R, ToolError> {
     tokio::select! {

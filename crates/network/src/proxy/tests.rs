@@ -3,7 +3,7 @@
 use std::net::Ipv4Addr;
 use std::sync::Mutex;
 
-use exec_server_http::{Connector, HttpClient, HttpConfig, ProxyChoice, Rules};
+use exec_server_http::{Connector, HostRules, HttpClient, HttpConfig, ProxyChoice};
 use exec_server_protocol::network::{PolicyAnswer, PolicyOutcome, PolicyTarget, ProxySettings};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::Notify;
@@ -12,7 +12,7 @@ use super::*;
 use crate::BoxFuture;
 use crate::access::tests::{ScriptedDecider, ScriptedResolver, settings};
 use crate::access::{Decision, PolicyDecider};
-use crate::policy::Policy;
+use crate::policy::HostPolicy;
 
 struct TestProxy {
     proxy: Option<Proxy>,
@@ -60,13 +60,13 @@ fn behind(
     let (http, socks) = (bind(), bind());
     let at = (http.local_addr().unwrap(), socks.local_addr().unwrap());
     let access = AccessCheck {
-        policy: Policy::new(settings, Arc::new(Rules::default_deny())).unwrap(),
+        policy: HostPolicy::new(settings, Arc::new(HostRules::default_deny())).unwrap(),
         asks_client: true,
         decider,
         resolver: ScriptedResolver::new(names),
         upstream,
     };
-    let sockets = Sockets {
+    let sockets = ProxySockets {
         http,
         socks: Some(socks),
         udp: Some(UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()),
@@ -343,7 +343,7 @@ async fn open_tunnel_counts_toward_connection_limit() {
     let http = bind();
     let at = http.local_addr().unwrap();
     let access = AccessCheck {
-        policy: Policy::new(&settings(&["127.0.0.1"], &[]), Arc::default()).unwrap(),
+        policy: HostPolicy::new(&settings(&["127.0.0.1"], &[]), Arc::default()).unwrap(),
         asks_client: false,
         decider: Arc::new(ScriptedDecider::default()),
         resolver: ScriptedResolver::new(&[]),
@@ -353,7 +353,7 @@ async fn open_tunnel_counts_toward_connection_limit() {
         max_connections: 2,
         ..ProxyConfig::default()
     };
-    let sockets = Sockets {
+    let sockets = ProxySockets {
         http,
         socks: None,
         udp: None,

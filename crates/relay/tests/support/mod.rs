@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use exec_server_relay::frame::Transmit;
 use exec_server_relay::keys::Authorization;
-use exec_server_relay::noise::Identity;
+use exec_server_relay::noise::StaticKeys;
 use exec_server_relay::{
-    Endpoint, Event, ExecutorConfig, HarnessConfig, Limits, Mode, Reason, SendError, StreamKey,
+    EndReason, Endpoint, EndpointEvent, EndpointLimits, Mode, RelayExecutorConfig,
+    RelayHarnessConfig, SendError, StreamKey,
 };
 
 pub(crate) const ENVIRONMENT: &str = "env-1";
@@ -19,9 +20,9 @@ pub(crate) const STREAM: &str = "0b2f3c6e-0000-4000-8000-000000000001";
 
 /// Xorshift generator: equal seeds give equal numbers on every machine.
 #[derive(Clone)]
-pub(crate) struct Random(u64);
+pub(crate) struct XorshiftRandom(u64);
 
-impl Random {
+impl XorshiftRandom {
     pub(crate) fn new(seed: u64) -> Self {
         let mut random = Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0xD1B5_4A32_D192_ED03 | 1);
         for _ in 0..8 {
@@ -53,7 +54,7 @@ impl Random {
 }
 
 pub(crate) fn entropy(seed: u64) -> impl FnMut(&mut [u8]) + Send {
-    let mut random = Random::new(seed);
+    let mut random = XorshiftRandom::new(seed);
     move |out: &mut [u8]| random.fill(out)
 }
 
@@ -62,9 +63,9 @@ pub(crate) fn epoch() -> Instant {
     Instant::now()
 }
 
-pub(crate) fn executor_with(limits: Limits, seed: u64) -> (Endpoint, Identity) {
-    let identity = Identity::generate(&mut entropy(seed));
-    let config = ExecutorConfig {
+pub(crate) fn executor_with(limits: EndpointLimits, seed: u64) -> (Endpoint, StaticKeys) {
+    let identity = StaticKeys::generate(&mut entropy(seed));
+    let config = RelayExecutorConfig {
         environment_id: ENVIRONMENT.into(),
         registration_id: REGISTRATION.into(),
         identity: identity.clone(),
@@ -77,18 +78,18 @@ pub(crate) fn executor_with(limits: Limits, seed: u64) -> (Endpoint, Identity) {
 }
 
 pub(crate) fn harness_with(
-    limits: Limits,
-    executor: &Identity,
+    limits: EndpointLimits,
+    executor: &StaticKeys,
     stream_id: &str,
     now: Instant,
     seed: u64,
 ) -> (Endpoint, StreamKey) {
     let mut random = entropy(seed);
-    let config = HarnessConfig {
+    let config = RelayHarnessConfig {
         environment_id: ENVIRONMENT.into(),
         registration_id: REGISTRATION.into(),
         stream_id: stream_id.into(),
-        identity: Identity::generate(&mut random),
+        identity: StaticKeys::generate(&mut random),
         executor: executor.public_key().clone(),
         authorization: Authorization::new("test-authorization").unwrap(),
         limits,
@@ -119,13 +120,13 @@ pub(crate) const NO_FAULTS: NetworkFaults = NetworkFaults {
 };
 
 /// One endpoint with a simulated application.
-pub(crate) struct End {
+pub(crate) struct SimulatedEnd {
     pub(crate) endpoint: Endpoint,
     pub(crate) stream: Option<StreamKey>,
     pub(crate) mode: Option<Mode>,
     pub(crate) to_send: VecDeque<Bytes>,
     pub(crate) received: Vec<Bytes>,
-    pub(crate) closed: Option<(Reason, bool)>,
+    pub(crate) closed: Option<(EndReason, bool)>,
     /// Number of the current socket; frames sent on an earlier one are dropped.
     socket: u64,
     pub(crate) up: bool,
@@ -138,7 +139,7 @@ pub(crate) struct End {
     pub(crate) transmitted: u64,
 }
 
-impl End {
+impl SimulatedEnd {
     fn new(endpoint: Endpoint, stream: Option<StreamKey>) -> Self {
         Self {
             endpoint,
@@ -174,9 +175,9 @@ pub(crate) const EXECUTOR: usize = 1;
 pub(crate) struct Simulation {
     pub(crate) now: Instant,
     pub(crate) start: Instant,
-    pub(crate) random: Random,
+    pub(crate) random: XorshiftRandom,
     pub(crate) faults: NetworkFaults,
-    pub(crate) ends: [End; 2],
+    pub(crate) ends: [SimulatedEnd; 2],
     in_flight_frames: BTreeMap<(Instant, u64), InFlight>,
     next_in_flight: u64,
     pub(crate) delivered: u64,
@@ -191,7 +192,7 @@ pub(crate) struct Simulation {
 }
 
 impl Simulation {
-    pub(crate) fn new(seed: u64, faults: NetworkFaults, limits: [Limits; 2]) -> Self {
+    pub(crate) fn new(seed: u64, faults: NetworkFaults, limits: [EndpointLimits; 2]) -> Self {
         let now = epoch();
         let [harness_limits, executor_limits] = limits;
         let (executor, identity) = executor_with(executor_limits, seed * 10 + 1);
@@ -199,9 +200,12 @@ impl Simulation {
         let mut simulation = Self {
             now,
             start: now,
-            random: Random::new(seed),
+            random: XorshiftRandom::new(seed),
             faults,
-            ends: [End::new(harness, Some(stream)), End::new(executor, None)],
+            ends: [
+                SimulatedEnd::new(harness, Some(stream)),
+                SimulatedEnd::new(executor, None),
+            ],
             in_flight_frames: BTreeMap::new(),
             next_in_flight: 0,
             delivered: 0,
@@ -229,9 +233,9 @@ impl Simulation {
         self.ends[at].up_at = Some(self.now + outage);
         if self.faults.reports_detachment {
             let reason = if at == HARNESS {
-                Reason::HarnessDetached
+                EndReason::HarnessDetached
             } else {
-                Reason::ExecutorDetached
+                EndReason::ExecutorDetached
             };
             let reset = Transmit::reset(STREAM, reason.as_str()).to_vec();
             self.launch(1 - at, reset, Duration::from_millis(1));
@@ -309,10 +313,10 @@ impl Simulation {
         }
     }
 
-    fn note(&mut self, at: usize, event: Event) {
+    fn note(&mut self, at: usize, event: EndpointEvent) {
         let end = &mut self.ends[at];
         match event {
-            Event::AdmissionRequested {
+            EndpointEvent::AdmissionRequested {
                 stream,
                 authorization,
                 ..
@@ -320,14 +324,14 @@ impl Simulation {
                 assert_eq!(authorization.reveal(), "test-authorization");
                 self.admit_at = Some((self.now + self.admission, stream));
             }
-            Event::Opened { stream, mode } => {
+            EndpointEvent::Opened { stream, mode } => {
                 assert!(end.mode.is_none(), "opened twice");
                 end.stream = Some(stream);
                 end.mode = Some(mode);
             }
-            Event::Readable(_) => {}
-            Event::Writable(_) => end.full = false,
-            Event::Closed {
+            EndpointEvent::Readable(_) => {}
+            EndpointEvent::Writable(_) => end.full = false,
+            EndpointEvent::Closed {
                 reason,
                 by_peer,
                 unread,
@@ -424,7 +428,7 @@ impl Simulation {
 }
 
 /// Returns numbered messages, from a few bytes to several records long.
-pub(crate) fn messages(random: &mut Random, count: usize, max: u64) -> VecDeque<Bytes> {
+pub(crate) fn messages(random: &mut XorshiftRandom, count: usize, max: u64) -> VecDeque<Bytes> {
     (0..count)
         .map(|n| {
             let length = match random.below(4) {

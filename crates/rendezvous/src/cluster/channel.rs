@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use async_nats::Subject;
 use bytes::{Bytes, BytesMut};
-use exec_server_relay::Reason;
+use exec_server_relay::EndReason;
 use exec_server_relay::frame::decode;
 use exec_server_relay::limits::MAX_FRAME_BYTES;
 use exec_server_sync::Mutex;
@@ -25,12 +25,12 @@ use futures_util::future::{BoxFuture, OptionFuture};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
-use super::Shared;
-use super::credit::{Receiving, Sending, WINDOW};
-use super::wire::{Control, Piece, pieces};
+use super::ClusterShared;
+use super::credit::{CreditReceiver, CreditSender, WINDOW};
+use super::wire::{ChannelControl, FramePiece, pieces};
 use crate::mailbox::Mailbox;
 use crate::router::local::reset;
-use crate::router::{BlockedPeers, Harness, Kind, Outcome, Uplink};
+use crate::router::{BlockedPeers, ForwardOutcome, FrameKind, HarnessIdentity, Uplink};
 
 /// Maximum bytes taken from a mailbox in one step.
 const BATCH_BYTES: u64 = 256 << 10;
@@ -48,7 +48,7 @@ const MAX_MESSAGE_BYTES: usize = MAX_FRAME_BYTES + 10;
 
 /// Which end of the channel this is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Side {
+pub(crate) enum ChannelSide {
     /// The node to which the harness is connected.
     Entry,
     /// The node to which the executor is connected.
@@ -56,21 +56,21 @@ pub(crate) enum Side {
 }
 
 /// One end of a channel.
-pub(crate) struct Channel {
+pub(crate) struct NodeChannel {
     pub(crate) id: Arc<str>,
-    pub(crate) side: Side,
+    pub(crate) side: ChannelSide,
     /// Name of the node at the other end.
     pub(crate) peer: Arc<str>,
-    pub(crate) who: Harness,
+    pub(crate) who: HarnessIdentity,
     /// On the entry side, the mailbox of the harness's socket. On the home side, a mailbox whose
     /// messages are sent over the channel.
     mailbox: Arc<Mailbox>,
     frame_subject: Subject,
     control_subject: Subject,
-    sending: Mutex<Sending>,
+    sending: Mutex<CreditSender>,
     /// Notified when the receiver grants more bytes.
     granted: Arc<Notify>,
-    incoming: Mutex<Incoming>,
+    incoming: Mutex<IncomingFrames>,
     /// The id of the stream, known after the first frame.
     stream: Mutex<Option<Arc<str>>>,
     ended: CancellationToken,
@@ -78,30 +78,30 @@ pub(crate) struct Channel {
 
 /// Frames received from the other node.
 #[derive(Default)]
-struct Incoming {
-    receiving: Receiving,
+struct IncomingFrames {
+    receiving: CreditReceiver,
     /// The pieces received so far of an incomplete frame.
     partial: BytesMut,
-    waiting: VecDeque<Item>,
+    waiting: VecDeque<ChannelItem>,
     /// Whether a task is forwarding the queue `waiting`.
     busy: bool,
     /// Set on the home side until the channel ends.
     uplink: Option<Box<dyn Uplink>>,
 }
 
-enum Item {
+enum ChannelItem {
     Frame(Bytes),
     End,
 }
 
-enum Step {
+enum ChannelStep {
     Done,
-    Wait(Item, BoxFuture<'static, ()>),
+    Wait(ChannelItem, BoxFuture<'static, ()>),
 }
 
-impl std::fmt::Debug for Channel {
+impl std::fmt::Debug for NodeChannel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Channel")
+        f.debug_struct("NodeChannel")
             .field("id", &self.id)
             .field("side", &self.side)
             .field("peer", &self.peer)
@@ -109,18 +109,18 @@ impl std::fmt::Debug for Channel {
     }
 }
 
-impl Channel {
+impl NodeChannel {
     pub(crate) fn new(
-        shared: &Shared,
+        shared: &ClusterShared,
         id: Arc<str>,
-        side: Side,
+        side: ChannelSide,
         peer: Arc<str>,
-        who: Harness,
+        who: HarnessIdentity,
         mailbox: Arc<Mailbox>,
     ) -> Arc<Self> {
         let (frames, control_subject) = match side {
-            Side::Entry => ("up", "home"),
-            Side::Home => ("down", "entry"),
+            ChannelSide::Entry => ("up", "home"),
+            ChannelSide::Home => ("down", "entry"),
         };
         let subject = |last| shared.channel_subject(&peer, &who.environment, &id, last);
         Arc::new(Self {
@@ -145,7 +145,7 @@ impl Channel {
         self.incoming.lock().uplink = Some(uplink);
     }
 
-    pub(crate) fn send_control(&self, shared: &Shared, control: &Control) {
+    pub(crate) fn send_control(&self, shared: &ClusterShared, control: &ChannelControl) {
         let text = serde_json::to_vec(control).unwrap_or_default();
         shared
             .outbox
@@ -153,10 +153,10 @@ impl Channel {
     }
 
     /// Sends the state of this end to the other node, which detects lost messages from it.
-    pub(crate) fn sync(&self, shared: &Shared, answer: bool) {
+    pub(crate) fn sync(&self, shared: &ClusterShared, answer: bool) {
         let granted = self.incoming.lock().receiving.granted();
         let sending = self.sending.lock();
-        let sync = Control::Sync {
+        let sync = ChannelControl::Sync {
             sent: sending.sent(),
             granted,
             from: Arc::clone(&shared.node),
@@ -168,7 +168,7 @@ impl Channel {
     }
 
     /// Handles one piece of a frame from the other node.
-    pub(crate) fn receive_piece(self: &Arc<Self>, shared: &Arc<Shared>, piece: Piece) {
+    pub(crate) fn receive_piece(self: &Arc<Self>, shared: &Arc<ClusterShared>, piece: FramePiece) {
         let mut incoming = self.incoming.lock();
         if !incoming.receiving.receive(piece.number) {
             drop(incoming);
@@ -190,29 +190,33 @@ impl Channel {
         partial.extend_from_slice(&piece.bytes);
         if piece.is_last {
             let frame = std::mem::take(partial).freeze();
-            self.enqueue(shared, &mut incoming, Item::Frame(frame));
+            self.enqueue(shared, &mut incoming, ChannelItem::Frame(frame));
         }
     }
 
     /// Handles a control message from the other node.
-    pub(crate) fn receive_control(self: &Arc<Self>, shared: &Arc<Shared>, control: Control) {
+    pub(crate) fn receive_control(
+        self: &Arc<Self>,
+        shared: &Arc<ClusterShared>,
+        control: ChannelControl,
+    ) {
         match control {
-            Control::Grant(total) => self.grant(total),
-            Control::End => {
+            ChannelControl::Grant(total) => self.grant(total),
+            ChannelControl::End => {
                 let mut incoming = self.incoming.lock();
-                self.enqueue(shared, &mut incoming, Item::End);
+                self.enqueue(shared, &mut incoming, ChannelItem::End);
             }
-            Control::Disconnect(reason) => {
+            ChannelControl::Disconnect(reason) => {
                 let stream = self.stream.lock().clone();
                 let mut incoming = self.incoming.lock();
                 match (stream, &mut incoming.uplink) {
                     (Some(stream), Some(uplink)) => {
-                        uplink.abort_stream(&stream, Reason::parse(&reason));
+                        uplink.abort_stream(&stream, EndReason::parse(&reason));
                     }
                     _ => self.mailbox.close(),
                 }
             }
-            Control::Sync {
+            ChannelControl::Sync {
                 sent,
                 granted,
                 answer,
@@ -237,12 +241,17 @@ impl Channel {
         }
     }
 
-    fn enqueue(self: &Arc<Self>, shared: &Arc<Shared>, incoming: &mut Incoming, item: Item) {
+    fn enqueue(
+        self: &Arc<Self>,
+        shared: &Arc<ClusterShared>,
+        incoming: &mut IncomingFrames,
+        item: ChannelItem,
+    ) {
         if incoming.busy {
             incoming.waiting.push_back(item);
             return;
         }
-        if let Step::Wait(item, ready) = self.deliver(shared, incoming, item) {
+        if let ChannelStep::Wait(item, ready) = self.deliver(shared, incoming, item) {
             incoming.waiting.push_front(item);
             incoming.busy = true;
             let (channel, shared) = (Arc::clone(self), Arc::clone(shared));
@@ -253,7 +262,7 @@ impl Channel {
     /// Forwards queued frames until the queue is empty.
     async fn deliver_queued(
         self: Arc<Self>,
-        shared: &Arc<Shared>,
+        shared: &Arc<ClusterShared>,
         mut ready: BoxFuture<'static, ()>,
     ) {
         loop {
@@ -267,7 +276,7 @@ impl Channel {
                     incoming.busy = false;
                     return;
                 };
-                if let Step::Wait(item, more) = self.deliver(shared, &mut incoming, item) {
+                if let ChannelStep::Wait(item, more) = self.deliver(shared, &mut incoming, item) {
                     incoming.waiting.push_front(item);
                     ready = more;
                     break;
@@ -277,44 +286,49 @@ impl Channel {
     }
 
     /// Forwards one item, or returns what to wait for if the receiver has no room.
-    fn deliver(&self, shared: &Arc<Shared>, incoming: &mut Incoming, item: Item) -> Step {
-        let Item::Frame(frame) = item else {
+    fn deliver(
+        &self,
+        shared: &Arc<ClusterShared>,
+        incoming: &mut IncomingFrames,
+        item: ChannelItem,
+    ) -> ChannelStep {
+        let ChannelItem::Frame(frame) = item else {
             match self.side {
                 // Messages already in the mailbox are still written.
-                Side::Entry => self.mailbox.close(),
-                Side::Home => {
+                ChannelSide::Entry => self.mailbox.close(),
+                ChannelSide::Home => {
                     incoming.uplink = None;
                     self.end(shared);
                 }
             }
-            return Step::Done;
+            return ChannelStep::Done;
         };
         match self.side {
-            Side::Entry => {
+            ChannelSide::Entry => {
                 let limit = usize::try_from(WINDOW).unwrap_or(usize::MAX);
                 if let Err(ready) = self.mailbox.offer(&self.id, &frame, limit) {
-                    return Step::Wait(Item::Frame(frame), ready);
+                    return ChannelStep::Wait(ChannelItem::Frame(frame), ready);
                 }
             }
-            Side::Home => {
+            ChannelSide::Home => {
                 let Some(uplink) = &mut incoming.uplink else {
-                    return Step::Done;
+                    return ChannelStep::Done;
                 };
                 let decoded = payload(&frame).and_then(|payload| decode(payload).ok());
                 let Some(decoded) = decoded else {
                     incoming.uplink = None;
                     self.mailbox.close();
-                    return Step::Done;
+                    return ChannelStep::Done;
                 };
-                let kind = Kind::of(&decoded);
+                let kind = FrameKind::of(&decoded);
                 self.note_stream(&decoded.stream_id);
                 match uplink.forward(&decoded.stream_id, kind, &frame) {
-                    Outcome::Sent => {}
-                    Outcome::Full { ready, .. } => {
+                    ForwardOutcome::Sent => {}
+                    ForwardOutcome::Full { ready, .. } => {
                         drop(decoded);
-                        return Step::Wait(Item::Frame(frame), ready);
+                        return ChannelStep::Wait(ChannelItem::Frame(frame), ready);
                     }
-                    Outcome::Refused(reason) => {
+                    ForwardOutcome::Refused(reason) => {
                         let stream: Arc<str> = (&*decoded.stream_id).into();
                         self.mailbox.push(&stream, reset(&stream, &reason));
                         incoming.uplink = None;
@@ -324,9 +338,9 @@ impl Channel {
             }
         }
         if let Some(total) = incoming.receiving.take(frame.len()) {
-            self.send_control(shared, &Control::Grant(total));
+            self.send_control(shared, &ChannelControl::Grant(total));
         }
-        Step::Done
+        ChannelStep::Done
     }
 
     fn note_stream(&self, stream_id: &str) {
@@ -337,7 +351,7 @@ impl Channel {
     }
 
     /// Sends messages for the harness from the mailbox of the home side until the channel ends.
-    pub(crate) async fn pump(self: Arc<Self>, shared: Arc<Shared>) {
+    pub(crate) async fn pump(self: Arc<Self>, shared: Arc<ClusterShared>) {
         let mut batch = VecDeque::new();
         let mut deadline = None;
         loop {
@@ -384,13 +398,13 @@ impl Channel {
                 Some(()) = late => break,
             }
         }
-        self.send_control(&shared, &Control::End);
+        self.send_control(&shared, &ChannelControl::End);
         self.incoming.lock().uplink = None;
         self.end(&shared);
     }
 
     /// Removes the channel from this node.
-    fn end(&self, shared: &Shared) {
+    fn end(&self, shared: &ClusterShared) {
         self.ended.cancel();
         self.granted.notify_waiters();
         shared.remove_channel(&self.id);
@@ -398,14 +412,14 @@ impl Channel {
 
     /// Ends the channel after an error. Both ends close; the harness reconnects and gets a new
     /// channel.
-    pub(crate) fn fail(&self, shared: &Shared, why: &str) {
+    pub(crate) fn fail(&self, shared: &ClusterShared, why: &str) {
         tracing::debug!(channel = %self.id, why, "a channel between nodes ended");
         match self.side {
             // Closing the mailbox ends the socket, which drops the uplink, which notifies the other
             // node.
-            Side::Entry => self.mailbox.close(),
-            Side::Home => {
-                self.send_control(shared, &Control::End);
+            ChannelSide::Entry => self.mailbox.close(),
+            ChannelSide::Home => {
+                self.send_control(shared, &ChannelControl::End);
                 self.incoming.lock().uplink = None;
                 self.mailbox.close();
                 self.end(shared);
@@ -414,8 +428,11 @@ impl Channel {
     }
 
     /// Disconnects the harness (entry side).
-    pub(crate) fn disconnect(self: &Arc<Self>, shared: &Arc<Shared>, reason: &Reason) {
-        self.send_control(shared, &Control::Disconnect(reason.as_str().to_owned()));
+    pub(crate) fn disconnect(self: &Arc<Self>, shared: &Arc<ClusterShared>, reason: &EndReason) {
+        self.send_control(
+            shared,
+            &ChannelControl::Disconnect(reason.as_str().to_owned()),
+        );
         let (channel, reason) = (Arc::clone(self), reason.clone());
         tokio::spawn(async move {
             let gone = channel.ended.cancelled();
@@ -459,25 +476,25 @@ fn payload(message: &[u8]) -> Option<&[u8]> {
 }
 
 /// Uplink of a harness whose executor is connected to another node.
-pub(crate) struct Entry {
-    pub(crate) shared: Arc<Shared>,
-    pub(crate) channel: Arc<Channel>,
+pub(crate) struct RemoteUplink {
+    pub(crate) shared: Arc<ClusterShared>,
+    pub(crate) channel: Arc<NodeChannel>,
 }
 
-impl Uplink for Entry {
-    fn forward(&mut self, stream_id: &str, kind: Kind, message: &Bytes) -> Outcome {
+impl Uplink for RemoteUplink {
+    fn forward(&mut self, stream_id: &str, kind: FrameKind, message: &Bytes) -> ForwardOutcome {
         let channel = &self.channel;
         channel.note_stream(stream_id);
         let blocked = BlockedPeers::SenderOnly;
         let mut sending = channel.sending.lock();
-        if !matches!(kind, Kind::Reset { .. }) {
+        if !matches!(kind, FrameKind::Reset { .. }) {
             if sending.room() == 0 {
                 // Created under the lock, so that no notification is missed.
                 let ready = Box::pin(Arc::clone(&channel.granted).notified_owned());
-                return Outcome::Full { ready, blocked };
+                return ForwardOutcome::Full { ready, blocked };
             }
             if let Some(ready) = self.shared.outbox.full() {
-                return Outcome::Full { ready, blocked };
+                return ForwardOutcome::Full { ready, blocked };
             }
         }
         let number = sending.send(message.len(), pieces(message.len()));
@@ -485,17 +502,18 @@ impl Uplink for Entry {
         self.shared
             .outbox
             .send(subject, Some(number), message.clone());
-        Outcome::Sent
+        ForwardOutcome::Sent
     }
 
-    fn abort_stream(&mut self, _stream_id: &str, _reason: Reason) {
+    fn abort_stream(&mut self, _stream_id: &str, _reason: EndReason) {
         self.channel.mailbox.close();
     }
 }
 
-impl Drop for Entry {
+impl Drop for RemoteUplink {
     fn drop(&mut self) {
-        self.channel.send_control(&self.shared, &Control::End);
+        self.channel
+            .send_control(&self.shared, &ChannelControl::End);
         self.channel.end(&self.shared);
     }
 }

@@ -8,7 +8,7 @@ pub const WINDOW: u64 = 1 << 20;
 
 /// Sending side of one direction.
 #[derive(Debug)]
-pub struct Sending {
+pub struct CreditSender {
     /// Number of the next message.
     next: u64,
     /// Bytes sent so far.
@@ -17,7 +17,7 @@ pub struct Sending {
     granted: u64,
 }
 
-impl Default for Sending {
+impl Default for CreditSender {
     fn default() -> Self {
         Self {
             next: 0,
@@ -27,7 +27,7 @@ impl Default for Sending {
     }
 }
 
-impl Sending {
+impl CreditSender {
     /// Bytes that may be sent now. While this is not zero, one frame may exceed it.
     pub fn room(&self) -> u64 {
         self.granted.saturating_sub(self.bytes)
@@ -58,7 +58,7 @@ impl Sending {
 
 /// Receiving side of one direction.
 #[derive(Debug)]
-pub struct Receiving {
+pub struct CreditReceiver {
     /// Number of the next message.
     next: u64,
     /// Bytes forwarded so far.
@@ -67,7 +67,7 @@ pub struct Receiving {
     granted: u64,
 }
 
-impl Default for Receiving {
+impl Default for CreditReceiver {
     fn default() -> Self {
         Self {
             next: 0,
@@ -77,7 +77,7 @@ impl Default for Receiving {
     }
 }
 
-impl Receiving {
+impl CreditReceiver {
     /// Records a received message. Returns `false` if an earlier message is missing.
     #[must_use]
     pub fn receive(&mut self, number: u64) -> bool {
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn sender_stops_at_the_window_until_the_receiver_grants_more() {
-        let (mut sending, mut receiving) = (Sending::default(), Receiving::default());
+        let (mut sending, mut receiving) = (CreditSender::default(), CreditReceiver::default());
         let mut under_way = Vec::new();
         while sending.room() > 0 {
             under_way.push(sending.send(60_000, 1));

@@ -5,21 +5,23 @@ use std::time::Duration;
 
 use async_nats::Message;
 use bytes::Bytes;
-use exec_server_relay::Reason;
+use exec_server_relay::EndReason;
 use futures_util::StreamExt as _;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::channel::{Channel, Entry, Side};
+use super::channel::{ChannelSide, NodeChannel, RemoteUplink};
 use super::rules::Claim;
 use super::wire::{
-    Control, MAX_ITEMS_PER_MESSAGE, NodeRequest, NodeResponse, Open, OpenResponse, Piece, Topic,
-    entry_of,
+    ChannelControl, FramePiece, MAX_ITEMS_PER_MESSAGE, NodeRequest, NodeResponse, OpenRequest,
+    OpenResponse, Topic, entry_of,
 };
-use super::{Failure, Shared, now, send_end};
+use super::{ClusterResult, ClusterShared, now, send_end};
 use crate::mailbox::Mailbox;
-use crate::router::{AdminEvent, AttachError, EventSubscription, Harness, Router as _, Uplink};
+use crate::router::{
+    AdminEvent, AttachError, EventSubscription, HarnessIdentity, Router as _, Uplink,
+};
 use crate::tenants::is_tenant;
 
 /// How long to wait for the responses of all nodes.
@@ -42,7 +44,7 @@ pub(crate) enum OpenOutcome {
 }
 
 /// Subscribes to the messages addressed to this node.
-pub(super) async fn listen(shared: &Arc<Shared>) -> Result<(), Failure> {
+pub(super) async fn listen(shared: &Arc<ClusterShared>) -> Result<(), ClusterResult> {
     let client = &shared.client;
     let prefix = shared.node_subject(&shared.node, "");
     let mut own = client.subscribe(format!("{prefix}>")).await?;
@@ -56,7 +58,7 @@ pub(super) async fn listen(shared: &Arc<Shared>) -> Result<(), Failure> {
     Ok(())
 }
 
-impl Shared {
+impl ClusterShared {
     /// Handles one message. Must not wait: the messages of all streams pass through here.
     fn receive(self: &Arc<Self>, start: usize, message: &Message) {
         let subject = &message.subject;
@@ -66,30 +68,30 @@ impl Shared {
             return;
         };
         let environment = rest.split('.').next().unwrap_or_default();
-        let known = |channel: &str, side: Side| {
+        let known = |channel: &str, side: ChannelSide| {
             let channel = self.channels.lock().get(channel).cloned();
             channel.filter(|channel| channel.side == side)
         };
         match topic {
             Topic::Open => self.open_here(message),
             Topic::Request => self.answer_request(message),
-            Topic::Up(id) => match known(id, Side::Home) {
+            Topic::Up(id) => match known(id, ChannelSide::Home) {
                 Some(channel) => self.frame(&channel, message),
                 None => self.unknown_at_home(environment, id),
             },
             Topic::Down(id) => {
-                if let Some(channel) = known(id, Side::Entry) {
+                if let Some(channel) = known(id, ChannelSide::Entry) {
                     self.frame(&channel, message);
                 }
             }
-            Topic::ToHome(id) => match (known(id, Side::Home), parse(message)) {
+            Topic::ToHome(id) => match (known(id, ChannelSide::Home), parse(message)) {
                 (Some(channel), Some(control)) => channel.receive_control(self, control),
-                (None, Some(Control::Sync { .. })) => self.unknown_at_home(environment, id),
+                (None, Some(ChannelControl::Sync { .. })) => self.unknown_at_home(environment, id),
                 _ => {}
             },
-            Topic::ToEntry(id) => match (known(id, Side::Entry), parse(message)) {
+            Topic::ToEntry(id) => match (known(id, ChannelSide::Entry), parse(message)) {
                 (Some(channel), Some(control)) => channel.receive_control(self, control),
-                (None, Some(Control::Sync { from, .. })) => {
+                (None, Some(ChannelControl::Sync { from, .. })) => {
                     send_end(self, &from, environment, id, "home");
                 }
                 _ => {}
@@ -97,8 +99,8 @@ impl Shared {
         }
     }
 
-    fn frame(self: &Arc<Self>, channel: &Arc<Channel>, message: &Message) {
-        match Piece::parse(message.payload.clone()) {
+    fn frame(self: &Arc<Self>, channel: &Arc<NodeChannel>, message: &Message) {
+        match FramePiece::parse(message.payload.clone()) {
             Some(piece) => channel.receive_piece(self, piece),
             None => channel.fail(self, "a frame without a number"),
         }
@@ -120,7 +122,7 @@ impl Shared {
 
     /// Attaches a harness of another node to an executor connected here.
     fn open_here(self: &Arc<Self>, message: &Message) {
-        let Some(open) = parse::<Open>(message) else {
+        let Some(open) = parse::<OpenRequest>(message) else {
             return;
         };
         let Ok(key) = open.key.parse() else {
@@ -133,7 +135,7 @@ impl Shared {
         {
             return self.reply(message, &OpenResponse::Moved);
         }
-        let who = Harness {
+        let who = HarnessIdentity {
             environment: open.environment,
             registration: open.registration,
             token: open.token,
@@ -146,7 +148,14 @@ impl Shared {
             .attach_harness_now(who.clone(), Arc::clone(&mailbox), Some(from));
         let opened = match taken {
             Ok(uplink) => {
-                let channel = Channel::new(self, open.channel, Side::Home, open.from, who, mailbox);
+                let channel = NodeChannel::new(
+                    self,
+                    open.channel,
+                    ChannelSide::Home,
+                    open.from,
+                    who,
+                    mailbox,
+                );
                 channel.set_uplink(uplink);
                 self.add_channel(&channel);
                 tokio::spawn(channel.pump(Arc::clone(self)));
@@ -163,11 +172,11 @@ impl Shared {
         self: &Arc<Self>,
         claim: &Claim,
         epoch: u64,
-        who: &Harness,
+        who: &HarnessIdentity,
         mailbox: &Arc<Mailbox>,
     ) -> OpenOutcome {
         let id: Arc<str> = format!("{}:{}", self.node, self.number()).into();
-        let open = Open {
+        let open = OpenRequest {
             channel: Arc::clone(&id),
             from: Arc::clone(&self.node),
             environment: Arc::clone(&who.environment),
@@ -177,10 +186,10 @@ impl Shared {
             epoch,
         };
         let home = Arc::clone(&claim.node);
-        let channel = Channel::new(
+        let channel = NodeChannel::new(
             self,
             id,
-            Side::Entry,
+            ChannelSide::Entry,
             Arc::clone(&home),
             who.clone(),
             Arc::clone(mailbox),
@@ -188,7 +197,7 @@ impl Shared {
         // Registered before the request, so that early messages find the channel. Dropping `entry`
         // notifies the other node.
         self.add_channel(&channel);
-        let entry = Entry {
+        let entry = RemoteUplink {
             shared: Arc::clone(self),
             channel,
         };
@@ -223,7 +232,7 @@ impl Shared {
                 self.reply_all(message, streams);
             }
             NodeRequest::Disconnect { target, reason } => {
-                let ended = self.disconnect_here(&target.into(), &Reason::parse(&reason));
+                let ended = self.disconnect_here(&target.into(), &EndReason::parse(&reason));
                 self.reply_all(message, vec![ended]);
             }
             NodeRequest::Drain => {
@@ -291,7 +300,7 @@ impl Shared {
     }
 }
 
-impl Shared {
+impl ClusterShared {
     /// Publishes an event of this node to the other nodes, unless too much is queued.
     pub(crate) fn broadcast_event(&self, admin_event: &AdminEvent) {
         if self.outbox.full().is_some() {

@@ -23,13 +23,13 @@ struct QueuedMessage {
 
 /// Queue of messages to NATS; adding a message never blocks.
 #[derive(Debug)]
-pub(crate) struct Outbox {
+pub(crate) struct NatsOutbox {
     sender: mpsc::UnboundedSender<QueuedMessage>,
     waiting: Arc<AtomicUsize>,
     room: Arc<Notify>,
 }
 
-impl Outbox {
+impl NatsOutbox {
     pub(crate) fn new(client: Client) -> Self {
         let (sender, mut queue) = mpsc::unbounded_channel::<QueuedMessage>();
         let (waiting, room) = (Arc::new(AtomicUsize::new(0)), Arc::new(Notify::new()));

@@ -70,7 +70,7 @@ impl Claim {
 
 /// Where the executor of an environment is connected.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Route {
+pub enum ExecutorRoute {
     /// This node's view is too old to decide.
     Unknown,
     /// The executor is connected to this node.
@@ -113,7 +113,7 @@ struct Member {
 }
 
 #[derive(Debug)]
-struct Known {
+struct KnownClaim {
     revision: u64,
     claim: Option<Claim>,
     /// The node to which the executor was last connected.
@@ -124,7 +124,7 @@ struct Known {
 
 /// A claim written by this node.
 #[derive(Debug, Clone, Copy)]
-struct Own {
+struct OwnClaim {
     /// Number of the executor's socket.
     socket: u64,
     revision: u64,
@@ -132,7 +132,7 @@ struct Own {
 
 /// State of the cluster as one node knows it, with the decisions that follow from it.
 #[derive(Debug)]
-pub struct Rules {
+pub struct ClusterRules {
     node: Arc<str>,
     timing: Timing,
     /// Renewals sent but not yet read back: their numbers and send times.
@@ -140,11 +140,11 @@ pub struct Rules {
     /// Send time of the newest renewal that was read back.
     fresh: Option<Instant>,
     members: HashMap<Arc<str>, Member>,
-    claims: HashMap<Arc<str>, Known>,
-    own: HashMap<Arc<str>, Own>,
+    claims: HashMap<Arc<str>, KnownClaim>,
+    own: HashMap<Arc<str>, OwnClaim>,
 }
 
-impl Rules {
+impl ClusterRules {
     /// Creates the state of a node that has read nothing yet.
     pub fn new(node: Arc<str>, timing: Timing) -> Self {
         Self {
@@ -282,7 +282,7 @@ impl Rules {
         let last = before.and_then(|before| before.last.clone());
         let node = claim.as_ref().map(|claim| Arc::clone(&claim.node));
         let moved = node.is_some() && last.is_some() && last != node;
-        let known = Known {
+        let known = KnownClaim {
             revision,
             claim,
             last: node.or(last),
@@ -321,14 +321,14 @@ impl Rules {
         if newer {
             return false;
         }
-        let known = Known {
+        let known = KnownClaim {
             revision,
             last: Some(Arc::clone(&claim.node)),
             claim: Some(claim),
             since: now,
         };
         self.claims.insert(Arc::clone(environment), known);
-        let own = Own { socket, revision };
+        let own = OwnClaim { socket, revision };
         self.own.insert(Arc::clone(environment), own);
         true
     }
@@ -360,23 +360,25 @@ impl Rules {
     }
 
     /// Where to send streams for an environment.
-    pub fn route(&self, environment: &str, now: Instant) -> Route {
+    pub fn route(&self, environment: &str, now: Instant) -> ExecutorRoute {
         if !self.is_fresh(now) {
-            return Route::Unknown;
+            return ExecutorRoute::Unknown;
         }
         if let Some(own) = self.own.get(environment) {
             let epoch = own.revision;
-            return Route::Local { epoch };
+            return ExecutorRoute::Local { epoch };
         }
         let Some(known) = self.claims.get(environment) else {
-            return Route::Unattached { since: None };
+            return ExecutorRoute::Unattached { since: None };
         };
         match &known.claim {
-            Some(claim) if claim.node != self.node && self.is_alive(&claim.node) => Route::Remote {
-                claim: claim.clone(),
-                epoch: known.revision,
-            },
-            _ => Route::Unattached {
+            Some(claim) if claim.node != self.node && self.is_alive(&claim.node) => {
+                ExecutorRoute::Remote {
+                    claim: claim.clone(),
+                    epoch: known.revision,
+                }
+            }
+            _ => ExecutorRoute::Unattached {
                 since: Some(known.since),
             },
         }
@@ -418,20 +420,23 @@ mod tests {
     fn view_is_stale_when_the_own_lease_was_not_read_back_in_time() {
         let start = Instant::now();
         let at = |millis| start + Duration::from_millis(millis);
-        let mut rules = Rules::new("a".into(), Timing::default());
+        let mut rules = ClusterRules::new("a".into(), Timing::default());
         let environment: Arc<str> = "e".into();
         assert!(rules.claimed(&environment, 1, 5, claim("a", 1), at(0)));
-        assert_eq!(rules.route("e", at(0)), Route::Unknown);
+        assert_eq!(rules.route("e", at(0)), ExecutorRoute::Unknown);
         rules.record_renewal_sent(1, at(0));
         assert!(!rules.holds("e", 5, at(0)), "sent is not seen");
         rules.record_renewal_read(1, at(10));
         assert!(rules.holds("e", 5, at(2999)) && !rules.holds("e", 4, at(2999)));
         // The lease counts from the time it was sent, not from the time it was read back.
         assert!(!rules.holds("e", 5, at(3000)));
-        assert_eq!(rules.route("e", at(3000)), Route::Unknown);
+        assert_eq!(rules.route("e", at(3000)), ExecutorRoute::Unknown);
         rules.record_renewal_sent(2, at(20_000));
         rules.record_renewal_read(2, at(20_001));
-        assert_eq!(rules.route("e", at(20_002)), Route::Local { epoch: 5 });
+        assert_eq!(
+            rules.route("e", at(20_002)),
+            ExecutorRoute::Local { epoch: 5 }
+        );
         assert_eq!(
             rules.claim(&environment, 9, Some(claim("b", 1)), at(20_003)),
             ClaimChange::Fenced
@@ -444,7 +449,7 @@ mod tests {
     fn silent_members_expire_only_while_the_own_view_is_fresh() {
         let start = Instant::now();
         let at = |millis| start + Duration::from_millis(millis);
-        let mut rules = Rules::new("a".into(), Timing::default());
+        let mut rules = ClusterRules::new("a".into(), Timing::default());
         let (environment, other): (Arc<str>, Arc<str>) = ("e".into(), "b".into());
         rules.record_renewal_sent(1, at(0));
         rules.record_renewal_read(1, at(0));
@@ -452,7 +457,7 @@ mod tests {
         rules.claim(&environment, 4, Some(claim("b", 1)), at(0));
         assert!(matches!(
             rules.route("e", at(1)),
-            Route::Remote { epoch: 4, .. }
+            ExecutorRoute::Remote { epoch: 4, .. }
         ));
         // This node was disconnected for a minute, so the other nodes' silence does not count.
         assert_eq!(rules.expire_members(at(60_000)), [] as [Arc<str>; 0]);
@@ -473,7 +478,7 @@ mod tests {
         );
         assert!(matches!(
             rules.route("e", at(65_102)),
-            Route::Unattached { since: Some(_) }
+            ExecutorRoute::Unattached { since: Some(_) }
         ));
         // An old lease entry does not revive the node; a new one does.
         rules.lease(&other, 3, false, at(65_200));
@@ -485,7 +490,7 @@ mod tests {
     #[test]
     fn claim_by_another_node_after_a_detach_is_reported_as_moved() {
         let now = Instant::now();
-        let mut rules = Rules::new("a".into(), Timing::default());
+        let mut rules = ClusterRules::new("a".into(), Timing::default());
         let environment: Arc<str> = "e".into();
         let mut see = |revision, claim| rules.claim(&environment, revision, claim, now);
         assert_eq!(see(1, Some(claim("b", 1))), ClaimChange::Unchanged);
@@ -507,7 +512,7 @@ mod tests {
     #[test]
     fn own_claim_read_back_from_the_log_changes_nothing() {
         let now = Instant::now();
-        let mut rules = Rules::new("a".into(), Timing::default());
+        let mut rules = ClusterRules::new("a".into(), Timing::default());
         let environment: Arc<str> = "e".into();
         rules.claim(&environment, 1, Some(claim("b", 1)), now);
         // The watch reports the claim before the write returns.
@@ -539,7 +544,7 @@ mod tests {
     #[test]
     fn reset_discards_claims_of_the_old_log_and_keeps_own_sockets() {
         let now = Instant::now();
-        let mut rules = Rules::new("a".into(), Timing::default());
+        let mut rules = ClusterRules::new("a".into(), Timing::default());
         let environment: Arc<str> = "e".into();
         assert!(rules.claimed(&environment, 7, 900, claim("a", 1), now));
         assert_eq!(rules.reset(), [(Arc::clone(&environment), 7)]);

@@ -16,12 +16,12 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::rules::{Claim, ClaimChange, Route, Rules, Timing};
+use super::rules::{Claim, ClaimChange, ClusterRules, ExecutorRoute, Timing};
 
 /// SplitMix64 random generator: short, and the same sequence on every platform.
-struct Random(u64);
+struct SimulationRandom(u64);
 
-impl Random {
+impl SimulationRandom {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
@@ -40,21 +40,21 @@ impl Random {
 }
 
 #[derive(Clone)]
-enum Entry {
+enum LogRecord {
     Lease(Arc<str>, u64),
     Claim(Arc<str>, Option<Claim>),
 }
 
 /// A write in flight. It reaches the log after its delay, once its node is connected.
-struct Write {
+struct WriteInFlight {
     at: u64,
-    entry: Entry,
+    entry: LogRecord,
     /// For a claim, the number of its socket; for a removal, the revision of the claim to remove.
     socket: u64,
 }
 
-struct Node {
-    rules: Rules,
+struct SimulatedNode {
+    rules: ClusterRules,
     /// Clock of the node: its offset, and its speed in thousandths.
     offset: u64,
     rate: u64,
@@ -62,7 +62,7 @@ struct Node {
     seen: usize,
     beat: u64,
     next_beat: u64,
-    writes: VecDeque<Write>,
+    writes: VecDeque<WriteInFlight>,
     /// Until when the node is disconnected, and until when it is paused.
     cut_off: u64,
     paused: u64,
@@ -73,14 +73,14 @@ struct Node {
     sockets: HashMap<Arc<str>, u64>,
 }
 
-struct World {
-    random: Random,
+struct ClusterWorld {
+    random: SimulationRandom,
     base: Instant,
     /// True time in milliseconds.
     now: u64,
     /// The log: write time and entry. The revision is the index plus one.
-    log: Vec<(u64, Entry)>,
-    nodes: Vec<Node>,
+    log: Vec<(u64, LogRecord)>,
+    nodes: Vec<SimulatedNode>,
     environments: Vec<Arc<str>>,
     registered: HashMap<Arc<str>, u64>,
     sockets: u64,
@@ -89,14 +89,14 @@ struct World {
     fenced: u64,
 }
 
-impl World {
+impl ClusterWorld {
     fn new(seed: u64, nodes: usize, environments: usize) -> Self {
-        let mut random = Random(seed);
+        let mut random = SimulationRandom(seed);
         let timing = Timing::default();
         let name = |n: usize| -> Arc<str> { format!("node-{n}").into() };
         let nodes = (0..nodes)
-            .map(|n| Node {
-                rules: Rules::new(name(n), timing),
+            .map(|n| SimulatedNode {
+                rules: ClusterRules::new(name(n), timing),
                 // Clock offset up to ten minutes, drift up to two percent.
                 offset: random.below(600_000),
                 rate: 980 + random.below(41),
@@ -135,7 +135,7 @@ impl World {
     fn newest_claim(&self, environment: &str) -> Option<(u64, u64, Option<Claim>)> {
         let found = self.log.iter().enumerate().rev();
         let mut found = found.filter_map(|(index, (at, entry))| match entry {
-            Entry::Claim(it, claim) if **it == *environment => {
+            LogRecord::Claim(it, claim) if **it == *environment => {
                 Some((index as u64 + 1, *at, claim.clone()))
             }
             _ => None,
@@ -165,9 +165,9 @@ impl World {
             registration: format!("r{registered}").into(),
             registered,
         };
-        node.writes.push_back(Write {
+        node.writes.push_back(WriteInFlight {
             at,
-            entry: Entry::Claim(environment, Some(claim)),
+            entry: LogRecord::Claim(environment, Some(claim)),
             socket,
         });
     }
@@ -180,9 +180,9 @@ impl World {
         if let Some(socket) = node.sockets.remove(&environment)
             && let Some(revision) = node.rules.release(&environment, socket)
         {
-            node.writes.push_back(Write {
+            node.writes.push_back(WriteInFlight {
                 at,
-                entry: Entry::Claim(environment, None),
+                entry: LogRecord::Claim(environment, None),
                 socket: revision,
             });
         }
@@ -201,8 +201,8 @@ impl World {
             it.next_beat = now + 700 * 1000 / it.rate;
             it.beat += 1;
             it.rules.record_renewal_sent(it.beat, clock);
-            let entry = Entry::Lease(Arc::clone(it.rules.node()), it.beat);
-            it.writes.push_back(Write {
+            let entry = LogRecord::Lease(Arc::clone(it.rules.node()), it.beat);
+            it.writes.push_back(WriteInFlight {
                 at: now + delay,
                 entry,
                 socket: 0,
@@ -227,7 +227,7 @@ impl World {
                 return;
             };
             let revision = self.log.len() as u64 + 1;
-            if let Entry::Claim(environment, claim) = &write.entry {
+            if let LogRecord::Claim(environment, claim) = &write.entry {
                 let current = self.newest_claim(environment);
                 match claim {
                     Some(claim) => {
@@ -263,11 +263,11 @@ impl World {
             it.seen += 1;
             let revision = it.seen as u64;
             match entry {
-                Entry::Lease(name, beat) if name == it.rules.node() => {
+                LogRecord::Lease(name, beat) if name == it.rules.node() => {
                     it.rules.record_renewal_read(*beat, clock);
                 }
-                Entry::Lease(name, _) => it.rules.lease(name, revision, false, clock),
-                Entry::Claim(environment, claim) => {
+                LogRecord::Lease(name, _) => it.rules.lease(name, revision, false, clock),
+                LogRecord::Claim(environment, claim) => {
                     let change = it.rules.claim(environment, revision, claim.clone(), clock);
                     if change == ClaimChange::Fenced {
                         self.fenced += 1;
@@ -282,7 +282,7 @@ impl World {
     fn check(&mut self, node: usize, clock: Instant) {
         for environment in self.environments.clone() {
             let it = &self.nodes[node];
-            let Route::Local { epoch } = it.rules.route(&environment, clock) else {
+            let ExecutorRoute::Local { epoch } = it.rules.route(&environment, clock) else {
                 continue;
             };
             assert!(it.rules.holds(&environment, epoch, clock));
@@ -373,13 +373,13 @@ impl World {
                 let clock = self.clock(node);
                 let own = Arc::clone(self.nodes[node].rules.node());
                 match (self.nodes[node].rules.route(&environment, clock), &expected) {
-                    (Route::Local { epoch }, Some((newest, claim))) => {
+                    (ExecutorRoute::Local { epoch }, Some((newest, claim))) => {
                         assert_eq!((epoch, &own), (*newest, &claim.node), "{environment}");
                     }
-                    (Route::Remote { claim, epoch }, Some((newest, expected))) => {
+                    (ExecutorRoute::Remote { claim, epoch }, Some((newest, expected))) => {
                         assert_eq!((epoch, &claim), (*newest, expected), "{environment}");
                     }
-                    (Route::Unattached { .. }, None) => {}
+                    (ExecutorRoute::Unattached { .. }, None) => {}
                     (route, expected) => {
                         panic!("{own}: {environment} is {route:?}, expected {expected:?}")
                     }
@@ -393,7 +393,7 @@ impl World {
 fn nodes_agree_after_partitions_pauses_and_clock_drift() {
     let (mut accepted, mut fenced) = (0, 0);
     for seed in 0..60 {
-        let mut world = World::new(seed, 3 + (seed % 6) as usize, 12);
+        let mut world = ClusterWorld::new(seed, 3 + (seed % 6) as usize, 12);
         world.run(5_000, false);
         world.run(60_000, true);
         world.settle();
@@ -410,14 +410,14 @@ fn simulation_detects_a_lease_that_is_too_long() {
     // With a lease of one hour some node acts on an old view, and the check must detect that.
     let lax = std::panic::catch_unwind(|| {
         for seed in 0..20 {
-            let mut world = World::new(seed, 5, 6);
+            let mut world = ClusterWorld::new(seed, 5, 6);
             let timing = Timing {
                 own: Duration::from_secs(3600),
                 others: Duration::from_secs(7200),
                 ..Timing::default()
             };
             for (n, node) in world.nodes.iter_mut().enumerate() {
-                node.rules = Rules::new(format!("node-{n}").into(), timing);
+                node.rules = ClusterRules::new(format!("node-{n}").into(), timing);
             }
             world.run(60_000, true);
         }

@@ -6,15 +6,15 @@ use std::time::Duration;
 
 use async_nats::jetstream::kv::{self, Operation};
 use bytes::Bytes;
-use exec_server_relay::Reason;
+use exec_server_relay::EndReason;
 use futures_util::StreamExt as _;
 
-use super::rules::{Claim, ClaimChange, Route};
-use super::wire::{Key, Lease};
-use super::{Failure, NATS_UNREACHABLE, OPERATION_TIMEOUT, Shared, now};
+use super::rules::{Claim, ClaimChange, ExecutorRoute};
+use super::wire::{BucketKey, Lease};
+use super::{ClusterResult, ClusterShared, NATS_UNREACHABLE, OPERATION_TIMEOUT, now};
 use crate::router::AttachError;
 use crate::router::DisconnectTarget;
-use crate::store::{Registration, Revocation};
+use crate::store::{ExecutorRegistration, Revocation};
 use crate::tenants;
 
 /// Pause between two attempts to watch the bucket.
@@ -31,10 +31,10 @@ pub(crate) enum ClaimError {
     Superseded,
     /// The bucket cannot be used.
     #[error("the claim cannot be written: {0}")]
-    Bucket(Failure),
+    Bucket(ClusterResult),
 }
 
-impl Shared {
+impl ClusterShared {
     /// Watches the bucket for as long as the process runs.
     pub(super) async fn watch(self: Arc<Self>) {
         loop {
@@ -82,9 +82,9 @@ impl Shared {
             let mut state = self.state();
             let state = &mut *state;
             state.revision = state.revision.max(revision);
-            match Key::parse(&entry.key) {
-                Some(Key::Node(name)) => self.apply_lease(state, &name, put, &entry),
-                Some(Key::Claim(environment)) => {
+            match BucketKey::parse(&entry.key) {
+                Some(BucketKey::Node(name)) => self.apply_lease(state, &name, put, &entry),
+                Some(BucketKey::Claim(environment)) => {
                     let claim = serde_json::from_slice(&entry.value).ok();
                     let claim: Option<Claim> = claim.filter(|_| put);
                     let environment: Arc<str> = environment.into();
@@ -92,14 +92,14 @@ impl Shared {
                     change = state.rules.claim(&environment, revision, claim, now());
                     moved = Some((environment, home));
                 }
-                Some(Key::Registration(environment)) => {
+                Some(BucketKey::Registration(environment)) => {
                     if put {
                         state.registrations.insert(environment, entry.value);
                     } else {
                         state.registrations.remove(&environment);
                     }
                 }
-                Some(Key::Revocation(..)) => {
+                Some(BucketKey::Revocation(..)) => {
                     let revocation = serde_json::from_slice::<Revocation>(&entry.value);
                     match revocation {
                         Ok(revocation) if put => {
@@ -111,7 +111,7 @@ impl Shared {
                         }
                     }
                 }
-                Some(Key::Secret) | None => {}
+                Some(BucketKey::Secret) | None => {}
             }
         }
         if change != ClaimChange::Unchanged
@@ -125,7 +125,7 @@ impl Shared {
         self.changed.notify_waiters();
     }
 
-    fn apply_lease(&self, state: &mut super::State, name: &str, put: bool, entry: &kv::Entry) {
+    fn apply_lease(&self, state: &mut super::NodeState, name: &str, put: bool, entry: &kv::Entry) {
         let name: Arc<str> = name.into();
         let lease = serde_json::from_slice::<Lease>(&entry.value).ok();
         match lease.filter(|_| put) {
@@ -150,7 +150,7 @@ impl Shared {
     /// reports the revocation, because the node that received the revocation asks the nodes one
     /// after the other, and one of them may not respond.
     fn disconnect_revoked(self: &Arc<Self>, revocation: Revocation) {
-        let reason = Reason::AuthorizationRevoked;
+        let reason = EndReason::AuthorizationRevoked;
         let (tenant, harness) = tenants::split(&revocation.harness);
         if let Some(token) = harness.strip_prefix("token:") {
             for attached in self.local.local_environments() {
@@ -174,7 +174,7 @@ impl Shared {
     /// The token that registered an environment, as far as the watch has reported.
     fn owner(&self, environment: &str) -> Option<String> {
         let registration = self.state().registrations.get(environment).cloned()?;
-        let registration: Registration = serde_json::from_slice(&registration).ok()?;
+        let registration: ExecutorRegistration = serde_json::from_slice(&registration).ok()?;
         Some(registration.owner)
     }
 
@@ -199,8 +199,8 @@ impl Shared {
     pub(crate) async fn read_registration(
         &self,
         environment: &str,
-    ) -> Result<Option<(Registration, u64)>, Failure> {
-        let key = Key::Registration(environment.to_owned()).to_string();
+    ) -> Result<Option<(ExecutorRegistration, u64)>, ClusterResult> {
+        let key = BucketKey::Registration(environment.to_owned()).to_string();
         Ok(match self.read(key).await? {
             (revision, Some(value)) => Some((serde_json::from_slice(&value)?, revision)),
             _ => None,
@@ -209,7 +209,7 @@ impl Shared {
 
     /// Reads the newest revision of a key. The value is `None` if the key was removed; the revision
     /// is 0 if the key does not exist.
-    pub(crate) async fn read(&self, key: String) -> Result<(u64, Option<Bytes>), Failure> {
+    pub(crate) async fn read(&self, key: String) -> Result<(u64, Option<Bytes>), ClusterResult> {
         let entry = tokio::time::timeout(OPERATION_TIMEOUT, self.bucket.entry(key)).await??;
         Ok(match entry {
             None => (0, None),
@@ -234,7 +234,7 @@ impl Shared {
             registration: Arc::clone(registration),
             registered,
         };
-        let key = Key::Claim(environment.to_string()).to_string();
+        let key = BucketKey::Claim(environment.to_string()).to_string();
         let text = serde_json::to_vec(&claim).map_err(|error| ClaimError::Bucket(error.into()))?;
         let text = Bytes::from(text);
         for _ in 0..CLAIM_ATTEMPTS {
@@ -267,7 +267,7 @@ impl Shared {
 
     /// Reads a claim from the bucket in case the watch is behind.
     async fn refresh_claim(self: &Arc<Self>, environment: &Arc<str>) {
-        let key = Key::Claim(environment.to_string()).to_string();
+        let key = BucketKey::Claim(environment.to_string()).to_string();
         let Ok((revision, Some(value))) = self.read(key).await else {
             return;
         };
@@ -292,7 +292,7 @@ impl Shared {
         self: &Arc<Self>,
         environment: &Arc<str>,
         not: Option<u64>,
-    ) -> Result<Option<Route>, AttachError> {
+    ) -> Result<Option<ExecutorRoute>, AttachError> {
         let (arrival, recent) = self.local.executor_wait();
         let deadline = now() + arrival;
         let mut looked_up = false;
@@ -301,14 +301,14 @@ impl Shared {
             changed.as_mut().enable();
             let route = self.state().rules.route(environment, now());
             let since = match &route {
-                Route::Unknown => return Err(AttachError::Unavailable(NATS_UNREACHABLE)),
-                Route::Local { epoch } | Route::Remote { epoch, .. } => {
+                ExecutorRoute::Unknown => return Err(AttachError::Unavailable(NATS_UNREACHABLE)),
+                ExecutorRoute::Local { epoch } | ExecutorRoute::Remote { epoch, .. } => {
                     if not != Some(*epoch) {
                         return Ok(Some(route));
                     }
                     Some(now())
                 }
-                Route::Unattached { since } => *since,
+                ExecutorRoute::Unattached { since } => *since,
             };
             if !looked_up {
                 looked_up = true;
@@ -327,7 +327,7 @@ impl Shared {
     pub(crate) fn disconnect_here(
         self: &Arc<Self>,
         target: &DisconnectTarget,
-        reason: &Reason,
+        reason: &EndReason,
     ) -> usize {
         // The executor's node counts these sockets.
         for entry in self.entries() {

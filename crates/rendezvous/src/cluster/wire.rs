@@ -47,7 +47,7 @@ pub fn is_node_name(name: &str) -> bool {
 
 /// Key of an entry in the bucket.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Key {
+pub(crate) enum BucketKey {
     Registration(String),
     Revocation(String, String),
     Claim(String),
@@ -55,7 +55,7 @@ pub(crate) enum Key {
     Secret,
 }
 
-impl Key {
+impl BucketKey {
     pub(crate) fn parse(text: &str) -> Option<Self> {
         let mut tokens = text.split('.');
         let kind = tokens.next()?;
@@ -72,7 +72,7 @@ impl Key {
     }
 }
 
-impl std::fmt::Display for Key {
+impl std::fmt::Display for BucketKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Registration(id) => write!(f, "registration.{}", escape(id)),
@@ -93,7 +93,7 @@ pub(crate) struct Lease {
     pub(crate) beat: u64,
     /// Time of the renewal, in milliseconds since 1970 by the node's own clock.
     pub(crate) at: i64,
-    pub(crate) node: crate::router::Node,
+    pub(crate) node: crate::router::NodeStatus,
     /// Number of harness sockets connected to the node, by tenant.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(crate) streams: BTreeMap<String, u64>,
@@ -104,7 +104,7 @@ pub(crate) struct Lease {
 
 /// Request to the node of an executor to attach a harness.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Open {
+pub(crate) struct OpenRequest {
     pub(crate) channel: Arc<str>,
     /// The node to which the harness is connected.
     pub(crate) from: Arc<str>,
@@ -116,7 +116,7 @@ pub(crate) struct Open {
     pub(crate) epoch: u64,
 }
 
-/// Response to [`Open`].
+/// Response to [`OpenRequest`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum OpenResponse {
@@ -130,7 +130,7 @@ pub(crate) enum OpenResponse {
 /// Control message between the two ends of a channel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Control {
+pub(crate) enum ChannelControl {
     /// Total bytes that the receiver grants.
     Grant(u64),
     /// The sender has ended the channel.
@@ -251,13 +251,13 @@ pub(crate) fn split_frame(number: u64, frame: &[u8]) -> impl Iterator<Item = Byt
 
 /// A piece of a frame.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Piece {
+pub(crate) struct FramePiece {
     pub(crate) number: u64,
     pub(crate) is_last: bool,
     pub(crate) bytes: Bytes,
 }
 
-impl Piece {
+impl FramePiece {
     pub(crate) fn parse(mut message: Bytes) -> Option<Self> {
         let head = message.try_get_u64().ok()?;
         Some(Self {
@@ -329,16 +329,16 @@ mod tests {
     #[test]
     fn key_parse_reverses_key_display() {
         for key in [
-            Key::Registration("a.b".to_owned()),
-            Key::Revocation("*".to_owned(), "token:x".to_owned()),
-            Key::Claim("e".to_owned()),
-            Key::Node("n-1".to_owned()),
-            Key::Secret,
+            BucketKey::Registration("a.b".to_owned()),
+            BucketKey::Revocation("*".to_owned(), "token:x".to_owned()),
+            BucketKey::Claim("e".to_owned()),
+            BucketKey::Node("n-1".to_owned()),
+            BucketKey::Secret,
         ] {
-            assert_eq!(Key::parse(&key.to_string()), Some(key));
+            assert_eq!(BucketKey::parse(&key.to_string()), Some(key));
         }
         for other in ["", "x.y", "claim", "claim.a.b", "secret.x"] {
-            assert_eq!(Key::parse(other), None, "{other}");
+            assert_eq!(BucketKey::parse(other), None, "{other}");
         }
     }
 
@@ -346,7 +346,7 @@ mod tests {
     fn split_frame_yields_numbered_pieces_that_rebuild_the_frame() {
         for length in [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 100_000] {
             let frame: Vec<u8> = (0..length).map(|at| at as u8).collect();
-            let cut: Vec<_> = split_frame(7, &frame).map(Piece::parse).collect();
+            let cut: Vec<_> = split_frame(7, &frame).map(FramePiece::parse).collect();
             assert_eq!(cut.len() as u64, pieces(length));
             let mut whole = Vec::new();
             for (index, piece) in cut.iter().enumerate() {
@@ -357,7 +357,7 @@ mod tests {
             }
             assert_eq!(whole, frame);
         }
-        assert_eq!(Piece::parse(Bytes::from_static(b"1234567")), None);
+        assert_eq!(FramePiece::parse(Bytes::from_static(b"1234567")), None);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use exec_server_relay::Reason;
+use exec_server_relay::EndReason;
 use exec_server_relay::frame::Transmit;
 use exec_server_relay::keys::Fingerprint;
 use exec_server_sync::{Mutex, MutexGuard};
@@ -27,10 +27,10 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    AttachError, AttachedEnvironment, AttachedStream, BlockedPeers, DisconnectTarget, Executor,
-    Harness, Kind, Node, Outcome, Router, Uplink,
+    AttachError, AttachedEnvironment, AttachedStream, BlockedPeers, DisconnectTarget,
+    ExecutorIdentity, ForwardOutcome, FrameKind, HarnessIdentity, NodeStatus, Router, Uplink,
 };
-use crate::mailbox::{Backlog, Mailbox};
+use crate::mailbox::{Mailbox, MailboxBacklog};
 use crate::tenants;
 
 /// Limits of a router.
@@ -104,13 +104,13 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 
 /// Router for the sockets of this process; cheap to clone.
 #[derive(Debug, Clone)]
-pub struct Local(Arc<Shared>);
+pub struct LocalRouter(Arc<LocalRouterShared>);
 
 #[derive(Debug)]
-struct Shared {
-    hubs: Mutex<HashMap<Arc<str>, Arc<Hub>>>,
+struct LocalRouterShared {
+    hubs: Mutex<HashMap<Arc<str>, Arc<EnvironmentHub>>>,
     limits: RouterLimits,
-    backlog: Arc<Backlog>,
+    backlog: Arc<MailboxBacklog>,
     started: Instant,
     started_at: u64,
     /// Name of this node.
@@ -121,15 +121,19 @@ struct Shared {
     sockets: AtomicU64,
 }
 
-impl Local {
+impl LocalRouter {
     /// Creates a router without sockets. Messages queued in its mailboxes count as `backlog`.
-    pub fn new(limits: RouterLimits, backlog: Arc<Backlog>) -> Self {
+    pub fn new(limits: RouterLimits, backlog: Arc<MailboxBacklog>) -> Self {
         Self::named("local", limits, backlog)
     }
 
-    /// Like [`Local::new`], with the name under which other nodes know this process.
-    pub fn named(node: impl Into<String>, limits: RouterLimits, backlog: Arc<Backlog>) -> Self {
-        Self(Arc::new(Shared {
+    /// Like [`LocalRouter::new`], with the name under which other nodes know this process.
+    pub fn named(
+        node: impl Into<String>,
+        limits: RouterLimits,
+        backlog: Arc<MailboxBacklog>,
+    ) -> Self {
+        Self(Arc::new(LocalRouterShared {
             hubs: Mutex::default(),
             limits,
             backlog,
@@ -142,8 +146,8 @@ impl Local {
     }
 
     /// Status of this node for other nodes.
-    pub(crate) fn node(&self) -> Node {
-        let mut node = Node {
+    pub(crate) fn node(&self) -> NodeStatus {
+        let mut node = NodeStatus {
             name: self.0.node.clone(),
             url: None,
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -163,13 +167,13 @@ impl Local {
         node
     }
 
-    fn all(&self) -> Vec<Arc<Hub>> {
+    fn all(&self) -> Vec<Arc<EnvironmentHub>> {
         self.0.hubs.lock().values().cloned().collect()
     }
 
     /// Environments whose executors are connected to this node.
     pub(crate) fn local_environments(&self) -> Vec<AttachedEnvironment> {
-        let describe = |hub: Arc<Hub>| {
+        let describe = |hub: Arc<EnvironmentHub>| {
             let state = hub.lock();
             let executor = state.executor.as_ref()?;
             Some(AttachedEnvironment {
@@ -231,11 +235,11 @@ impl Local {
         attached
     }
 
-    fn find(&self, environment: &str) -> Option<Arc<Hub>> {
+    fn find(&self, environment: &str) -> Option<Arc<EnvironmentHub>> {
         self.0.hubs.lock().get(environment).cloned()
     }
 
-    fn hub(&self, environment: &Arc<str>) -> Arc<Hub> {
+    fn hub(&self, environment: &Arc<str>) -> Arc<EnvironmentHub> {
         /// Number of lookups between two removals of unused environments.
         const TIDY: usize = 1024;
         let mut hubs = self.0.hubs.lock();
@@ -246,7 +250,7 @@ impl Local {
             let now = now();
             hubs.retain(|_, hub| hub.lock().is_needed(now, &self.0.limits));
         }
-        let hub = Arc::new(Hub {
+        let hub = Arc::new(EnvironmentHub {
             environment: Arc::clone(environment),
             shared: Arc::clone(&self.0),
             arrived: Arc::default(),
@@ -288,22 +292,22 @@ fn now() -> Instant {
 
 /// Sockets and streams of one environment.
 #[derive(Debug)]
-struct Hub {
+struct EnvironmentHub {
     environment: Arc<str>,
-    shared: Arc<Shared>,
+    shared: Arc<LocalRouterShared>,
     /// Notified when an executor attaches.
     arrived: Arc<Notify>,
-    state: Mutex<State>,
+    state: Mutex<HubState>,
 }
 
 /// State of one environment; the lock is never held across an await.
 #[derive(Debug, Default)]
-struct State {
+struct HubState {
     executor: Option<AttachedExecutor>,
     /// When the last executor disconnected, if none is attached.
     executor_detached_at: Option<Instant>,
     harnesses: HashMap<u64, HarnessSocket>,
-    streams: HashMap<Arc<str>, Stream>,
+    streams: HashMap<Arc<str>, RoutedStream>,
     /// Handshake limits by token.
     handshake_limiters: HashMap<Arc<str>, HandshakeLimiter>,
 }
@@ -318,7 +322,7 @@ struct AttachedExecutor {
 /// Socket of a harness.
 #[derive(Debug)]
 struct HarnessSocket {
-    who: Harness,
+    who: HarnessIdentity,
     mailbox: Arc<Mailbox>,
     stream: Option<Arc<str>>,
     /// The node to which the harness is connected, if it is another one.
@@ -335,7 +339,7 @@ struct HarnessSocket {
 ///                                        notified when the socket closes
 /// ```
 #[derive(Debug)]
-struct Stream {
+struct RoutedStream {
     /// The harness that owns the stream; `None` if only the executor has used its id.
     owner: Option<(Arc<str>, Fingerprint)>,
     /// Number of the harness's socket.
@@ -364,7 +368,7 @@ struct HandshakeLimiter {
     answered: Arc<Notify>,
 }
 
-impl State {
+impl HubState {
     /// Number of streams with a harness socket.
     fn live_streams(&self) -> usize {
         let streams = self.streams.values();
@@ -445,14 +449,14 @@ impl State {
     }
 
     /// Sends a reset of a stream to the executor.
-    fn reset_executor_stream(&self, stream_id: &Arc<str>, reason: &Reason) {
+    fn reset_executor_stream(&self, stream_id: &Arc<str>, reason: &EndReason) {
         if let Some(executor) = &self.executor {
             executor.mailbox.push(stream_id, reset(stream_id, reason));
         }
     }
 
     /// Closes a harness's socket and sends the reason to both sides.
-    fn disconnect(&mut self, socket: u64, reason: &Reason) {
+    fn disconnect(&mut self, socket: u64, reason: &EndReason) {
         let Some(harness) = self.harnesses.get(&socket) else {
             return;
         };
@@ -498,14 +502,14 @@ impl State {
                 stream.notified = true;
                 harness
                     .mailbox
-                    .push(id, reset(id, &Reason::ExecutorDetached));
+                    .push(id, reset(id, &EndReason::ExecutorDetached));
             }
         }
     }
 }
 
-impl Hub {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl EnvironmentHub {
+    fn lock(&self) -> MutexGuard<'_, HubState> {
         self.state.lock()
     }
 
@@ -524,11 +528,11 @@ impl Hub {
     }
 }
 
-impl Local {
+impl LocalRouter {
     /// Attaches an executor, in place of an executor already attached.
     pub(crate) fn attach_executor_now(
         &self,
-        who: &Executor,
+        who: &ExecutorIdentity,
         mailbox: Arc<Mailbox>,
     ) -> Box<dyn Uplink> {
         let hub = self.hub(&who.environment);
@@ -546,7 +550,7 @@ impl Local {
                 .map(|(socket, _)| *socket)
                 .collect();
             for socket in outdated {
-                state.disconnect(socket, &Reason::ExecutorDetached);
+                state.disconnect(socket, &EndReason::ExecutorDetached);
             }
             for stream in state.streams.values_mut() {
                 stream.notified = false;
@@ -565,7 +569,7 @@ impl Local {
     /// Attaches a harness; `from` is its node if it is connected to another one.
     pub(crate) fn attach_harness_now(
         &self,
-        who: Harness,
+        who: HarnessIdentity,
         mailbox: Arc<Mailbox>,
         from: Option<Arc<str>>,
     ) -> Result<Box<dyn Uplink>, AttachError> {
@@ -632,7 +636,7 @@ impl Local {
     }
 
     /// Disconnects sockets and ends their streams. Returns the number of sockets.
-    pub(crate) fn disconnect_now(&self, target: &DisconnectTarget, reason: &Reason) -> usize {
+    pub(crate) fn disconnect_now(&self, target: &DisconnectTarget, reason: &EndReason) -> usize {
         match target {
             DisconnectTarget::Environment(environment)
             | DisconnectTarget::ExecutorExcept { environment, .. } => {
@@ -666,7 +670,7 @@ impl Local {
 
     /// Counter of bytes queued in all mailboxes of this process.
     #[cfg(feature = "nats")]
-    pub(crate) fn backlog(&self) -> &Arc<Backlog> {
+    pub(crate) fn backlog(&self) -> &Arc<MailboxBacklog> {
         &self.0.backlog
     }
 
@@ -678,10 +682,10 @@ impl Local {
     }
 }
 
-impl Router for Local {
+impl Router for LocalRouter {
     fn attach_executor(
         &self,
-        who: Executor,
+        who: ExecutorIdentity,
         mailbox: Arc<Mailbox>,
     ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>> {
         let uplink = self.attach_executor_now(&who, mailbox);
@@ -690,7 +694,7 @@ impl Router for Local {
 
     fn attach_harness(
         &self,
-        who: Harness,
+        who: HarnessIdentity,
         mailbox: Arc<Mailbox>,
     ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>> {
         Box::pin(std::future::ready(
@@ -703,11 +707,15 @@ impl Router for Local {
         Box::pin(async { Ok(self.wait_for_executor(environment).await) })
     }
 
-    fn disconnect(&self, target: DisconnectTarget, reason: Reason) -> BoxFuture<'_, usize> {
+    fn disconnect(&self, target: DisconnectTarget, reason: EndReason) -> BoxFuture<'_, usize> {
         Box::pin(std::future::ready(self.disconnect_now(&target, &reason)))
     }
 
-    fn retain_harnesses(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize {
+    fn retain_harnesses(
+        &self,
+        stays: &(dyn Fn(&HarnessIdentity) -> bool + Sync),
+        reason: EndReason,
+    ) -> usize {
         let mut count = 0;
         for hub in self.all() {
             let mut state = hub.lock();
@@ -725,7 +733,7 @@ impl Router for Local {
         count
     }
 
-    fn nodes(&self) -> BoxFuture<'_, Vec<Node>> {
+    fn nodes(&self) -> BoxFuture<'_, Vec<NodeStatus>> {
         Box::pin(std::future::ready(vec![self.node()]))
     }
 
@@ -751,7 +759,7 @@ impl Router for Local {
 }
 
 /// Builds a reset as a complete websocket frame.
-pub(crate) fn reset(stream_id: &str, reason: &Reason) -> Bytes {
+pub(crate) fn reset(stream_id: &str, reason: &EndReason) -> Bytes {
     let frame = Transmit::reset(stream_id, reason.as_str());
     let mut message = Vec::with_capacity(frame.len() + 4);
     push_parts(&mut message, Opcode::Binary, None, frame.parts());
@@ -760,13 +768,13 @@ pub(crate) fn reset(stream_id: &str, reason: &Reason) -> Bytes {
 
 /// Uplink of an executor's socket.
 struct ExecutorUplink {
-    hub: Arc<Hub>,
+    hub: Arc<EnvironmentHub>,
     socket: u64,
 }
 
 impl ExecutorUplink {
     /// Whether a newer socket of the executor is attached.
-    fn is_replaced(&self, state: &State) -> bool {
+    fn is_replaced(&self, state: &HubState) -> bool {
         state
             .executor
             .as_ref()
@@ -775,11 +783,11 @@ impl ExecutorUplink {
 }
 
 impl Uplink for ExecutorUplink {
-    fn forward(&mut self, stream_id: &str, kind: Kind, message: &Bytes) -> Outcome {
+    fn forward(&mut self, stream_id: &str, kind: FrameKind, message: &Bytes) -> ForwardOutcome {
         let hub = &*self.hub;
         let mut state = hub.lock();
         if self.is_replaced(&state) {
-            return Outcome::Sent;
+            return ForwardOutcome::Sent;
         }
         let state = &mut *state;
         let harness = state
@@ -788,13 +796,13 @@ impl Uplink for ExecutorUplink {
             .and_then(|(id, stream)| Some((id, state.harnesses.get(&stream.socket?)?)));
         if let Some((id, harness)) = harness {
             let (id, mailbox) = (Arc::clone(id), Arc::clone(&harness.mailbox));
-            if let Kind::Reset { blames } = kind {
+            if let FrameKind::Reset { blames } = kind {
                 mailbox.push(&id, message.clone());
                 if let Some(stream) = state.streams.get_mut(&id) {
                     stream.ended = true;
                 }
                 state.answered(&id, blames, now(), hub.limits());
-                return Outcome::Sent;
+                return ForwardOutcome::Sent;
             }
             let limit = hub.allowance(hub.limits().to_harness);
             if let Err(ready) = mailbox.offer(&id, message, limit) {
@@ -802,16 +810,16 @@ impl Uplink for ExecutorUplink {
                     1 => BlockedPeers::LoneExecutor,
                     _ => BlockedPeers::OtherStreams,
                 };
-                return Outcome::Full { ready, blocked };
+                return ForwardOutcome::Full { ready, blocked };
             }
-            if kind == Kind::Handshake {
+            if kind == FrameKind::Handshake {
                 state.answered(&id, false, now(), hub.limits());
             }
-            return Outcome::Sent;
+            return ForwardOutcome::Sent;
         }
-        if matches!(kind, Kind::Reset { .. }) {
+        if matches!(kind, FrameKind::Reset { .. }) {
             state.streams.remove(stream_id);
-            return Outcome::Sent;
+            return ForwardOutcome::Sent;
         }
         // The stream has no harness. The executor is notified once, however many frames it has
         // already sent.
@@ -825,21 +833,24 @@ impl Uplink for ExecutorUplink {
                 None => stream_id.into(),
             };
             state.forget_streams(now(), hub.limits());
-            let stream = state.streams.entry(Arc::clone(&id)).or_insert(Stream {
-                owner: None,
-                socket: None,
-                detached_at: Some(now()),
-                notified: false,
-                ended: false,
-                handshake: None,
-            });
+            let stream = state
+                .streams
+                .entry(Arc::clone(&id))
+                .or_insert(RoutedStream {
+                    owner: None,
+                    socket: None,
+                    detached_at: Some(now()),
+                    notified: false,
+                    ended: false,
+                    handshake: None,
+                });
             stream.notified = true;
-            state.reset_executor_stream(&id, &Reason::HarnessDetached);
+            state.reset_executor_stream(&id, &EndReason::HarnessDetached);
         }
-        Outcome::Sent
+        ForwardOutcome::Sent
     }
 
-    fn abort_stream(&mut self, stream_id: &str, reason: Reason) {
+    fn abort_stream(&mut self, stream_id: &str, reason: EndReason) {
         let mut state = self.hub.lock();
         if !self.is_replaced(&state)
             && let Some(stream) = state.streams.get(stream_id)
@@ -862,9 +873,9 @@ impl Drop for ExecutorUplink {
 
 /// Uplink of a harness's socket.
 struct HarnessUplink {
-    hub: Arc<Hub>,
+    hub: Arc<EnvironmentHub>,
     socket: u64,
-    who: Harness,
+    who: HarnessIdentity,
     mailbox: Arc<Mailbox>,
     /// The stream of this socket; each socket has at most one stream.
     stream: Option<Arc<str>>,
@@ -874,7 +885,7 @@ struct HarnessUplink {
 
 impl HarnessUplink {
     /// Binds a stream to this socket.
-    fn claim(&mut self, state: &mut State, stream_id: &str) -> Result<Arc<str>, Reason> {
+    fn claim(&mut self, state: &mut HubState, stream_id: &str) -> Result<Arc<str>, EndReason> {
         let limits = self.hub.limits();
         let owner = (Arc::clone(&self.who.token), self.who.key);
         let now = now();
@@ -888,7 +899,7 @@ impl HarnessUplink {
                     (Some(before), Some(_)) => *before == owner,
                 };
                 if !free {
-                    return Err(Reason::DuplicateStream);
+                    return Err(EndReason::DuplicateStream);
                 }
                 let before = stream.socket.and_then(|s| state.harnesses.get_mut(&s));
                 if let Some(before) = before {
@@ -899,13 +910,13 @@ impl HarnessUplink {
             }
             None => {
                 if state.harnesses.len() > limits.streams {
-                    return Err(Reason::TooManyStreams);
+                    return Err(EndReason::TooManyStreams);
                 }
                 state.forget_streams(now, limits);
                 stream_id.into()
             }
         };
-        let stream = Stream {
+        let stream = RoutedStream {
             owner: Some(owner),
             socket: Some(self.socket),
             detached_at: None,
@@ -923,24 +934,28 @@ impl HarnessUplink {
 
     /// Checks whether one more handshake may be sent to the executor. The error says what to do
     /// with the frame instead.
-    fn admit_handshake(&mut self, state: &mut State, id: &Arc<str>) -> Result<(), Outcome> {
+    fn admit_handshake(
+        &mut self,
+        state: &mut HubState,
+        id: &Arc<str>,
+    ) -> Result<(), ForwardOutcome> {
         let limits = self.hub.limits();
         let now = now();
         if self.handshakes >= limits.handshake_frames {
-            return Err(Outcome::Refused(Reason::HandshakeCooldown));
+            return Err(ForwardOutcome::Refused(EndReason::HandshakeCooldown));
         }
         if state.streams.get(id).is_some_and(|s| s.handshake.is_some()) {
             // A handshake of this stream is already pending; the executor would reject a second
             // one.
             self.handshakes += 1;
-            return Err(Outcome::Sent);
+            return Err(ForwardOutcome::Sent);
         }
         let limiter = state
             .handshake_limiters
             .entry(Arc::clone(&self.who.token))
             .or_default();
         if limiter.closed.is_some_and(|until| now < until) {
-            return Err(Outcome::Refused(Reason::HandshakeCooldown));
+            return Err(ForwardOutcome::Refused(EndReason::HandshakeCooldown));
         }
         limiter.closed = None;
         if limiter.pending >= limits.handshakes {
@@ -958,7 +973,7 @@ impl HarnessUplink {
             limiter.pending = limiter.pending.saturating_sub(lapsed);
             if limiter.pending >= limits.handshakes {
                 let answered = Arc::clone(&limiter.answered).notified_owned();
-                return Err(Outcome::Full {
+                return Err(ForwardOutcome::Full {
                     // Checks again after one second, because some handshakes are never answered.
                     ready: Box::pin(async move {
                         let _ = tokio::time::timeout(Duration::from_secs(1), answered).await;
@@ -971,7 +986,7 @@ impl HarnessUplink {
     }
 
     /// Records that a handshake was sent to the executor.
-    fn record_handshake(&mut self, state: &mut State, id: &Arc<str>) {
+    fn record_handshake(&mut self, state: &mut HubState, id: &Arc<str>) {
         self.handshakes += 1;
         if let Some(limiter) = state.handshake_limiters.get_mut(&self.who.token) {
             limiter.pending += 1;
@@ -983,64 +998,64 @@ impl HarnessUplink {
 }
 
 impl Uplink for HarnessUplink {
-    fn forward(&mut self, stream_id: &str, kind: Kind, message: &Bytes) -> Outcome {
+    fn forward(&mut self, stream_id: &str, kind: FrameKind, message: &Bytes) -> ForwardOutcome {
         let hub = Arc::clone(&self.hub);
         let mut state = hub.lock();
         let state = &mut *state;
         let id = match &self.stream {
             Some(id) if **id == *stream_id => Arc::clone(id),
-            Some(_) => return Outcome::Refused(Reason::UnexpectedFrame),
-            None if !matches!(kind, Kind::Resume | Kind::Handshake) => {
-                return Outcome::Refused(Reason::UnexpectedFrame);
+            Some(_) => return ForwardOutcome::Refused(EndReason::UnexpectedFrame),
+            None if !matches!(kind, FrameKind::Resume | FrameKind::Handshake) => {
+                return ForwardOutcome::Refused(EndReason::UnexpectedFrame);
             }
             None => match self.claim(state, stream_id) {
                 Ok(id) => id,
-                Err(reason) => return Outcome::Refused(reason),
+                Err(reason) => return ForwardOutcome::Refused(reason),
             },
         };
         if state.executor.is_none() {
             // Notified once; after that the executor's own frames report its return.
             if let Some(stream) = state.streams.get_mut(&id)
                 && !stream.notified
-                && !matches!(kind, Kind::Reset { .. })
+                && !matches!(kind, FrameKind::Reset { .. })
             {
                 stream.notified = true;
                 self.mailbox
-                    .push(&id, reset(&id, &Reason::ExecutorDetached));
+                    .push(&id, reset(&id, &EndReason::ExecutorDetached));
             }
-            return Outcome::Sent;
+            return ForwardOutcome::Sent;
         }
-        if kind == Kind::Handshake
+        if kind == FrameKind::Handshake
             && let Err(outcome) = self.admit_handshake(state, &id)
         {
             return outcome;
         }
         let Some(executor) = &state.executor else {
-            return Outcome::Sent;
+            return ForwardOutcome::Sent;
         };
-        if matches!(kind, Kind::Reset { .. }) {
+        if matches!(kind, FrameKind::Reset { .. }) {
             executor.mailbox.push(&id, message.clone());
         } else {
             let limit = hub.allowance(hub.limits().to_executor);
             if let Err(ready) = executor.mailbox.offer(&id, message, limit) {
                 let blocked = BlockedPeers::SenderOnly;
-                return Outcome::Full { ready, blocked };
+                return ForwardOutcome::Full { ready, blocked };
             }
         }
-        if kind == Kind::Handshake {
+        if kind == FrameKind::Handshake {
             self.record_handshake(state, &id);
         }
         if let Some(stream) = state.streams.get_mut(&id) {
             stream.ended = match kind {
-                Kind::Reset { .. } => true,
-                Kind::Resume | Kind::Handshake => false,
-                Kind::Other => stream.ended,
+                FrameKind::Reset { .. } => true,
+                FrameKind::Resume | FrameKind::Handshake => false,
+                FrameKind::Other => stream.ended,
             };
         }
-        Outcome::Sent
+        ForwardOutcome::Sent
     }
 
-    fn abort_stream(&mut self, _stream_id: &str, reason: Reason) {
+    fn abort_stream(&mut self, _stream_id: &str, reason: EndReason) {
         self.hub.lock().disconnect(self.socket, &reason);
     }
 }
@@ -1053,7 +1068,7 @@ impl Drop for HarnessUplink {
         let Some(id) = self.stream.take() else {
             return;
         };
-        let own = |stream: &Stream| stream.socket == Some(self.socket);
+        let own = |stream: &RoutedStream| stream.socket == Some(self.socket);
         if !state.streams.get(&id).is_some_and(own) {
             return;
         }
@@ -1070,7 +1085,7 @@ impl Drop for HarnessUplink {
         stream.socket = None;
         stream.detached_at = Some(now());
         stream.notified = true;
-        state.reset_executor_stream(&id, &Reason::HarnessDetached);
+        state.reset_executor_stream(&id, &EndReason::HarnessDetached);
     }
 }
 

@@ -10,15 +10,18 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
-use exec_server_relay::Reason;
+use exec_server_relay::EndReason;
 use futures_util::future::BoxFuture;
 
 use super::{
     AdminEvent, AttachError, AttachedEnvironment, AttachedStream, DisconnectTarget,
-    EventSubscription, Executor, Harness, Kind, Node, Outcome, Router, Uplink,
+    EventSubscription, ExecutorIdentity, ForwardOutcome, FrameKind, HarnessIdentity, NodeStatus,
+    Router, Uplink,
 };
-use crate::cluster::rules::Route;
-use crate::cluster::{ClaimError, Cluster, NATS_UNREACHABLE, NodeRequest, OpenOutcome, Shared};
+use crate::cluster::rules::ExecutorRoute;
+use crate::cluster::{
+    ClaimError, Cluster, ClusterShared, NATS_UNREACHABLE, NodeRequest, OpenOutcome,
+};
 use crate::mailbox::Mailbox;
 use crate::tenants::share::Rates;
 
@@ -41,13 +44,13 @@ impl NatsRouter {
         Self(cluster)
     }
 
-    fn shared(&self) -> &Arc<Shared> {
+    fn shared(&self) -> &Arc<ClusterShared> {
         &self.0.0
     }
 
     async fn attach_executor(
         &self,
-        who: Executor,
+        who: ExecutorIdentity,
         mailbox: Arc<Mailbox>,
     ) -> Result<Box<dyn Uplink>, AttachError> {
         let shared = self.shared();
@@ -87,7 +90,7 @@ impl NatsRouter {
 
     async fn attach_harness(
         &self,
-        who: Harness,
+        who: HarnessIdentity,
         mailbox: Arc<Mailbox>,
     ) -> Result<Box<dyn Uplink>, AttachError> {
         let shared = self.shared();
@@ -97,7 +100,7 @@ impl NatsRouter {
         let (mut not, mut tried) = (None, None);
         for _ in 0..ATTEMPTS {
             match shared.find(&who.environment, not).await? {
-                Some(Route::Local { epoch }) => {
+                Some(ExecutorRoute::Local { epoch }) => {
                     let attached =
                         shared
                             .local
@@ -107,7 +110,7 @@ impl NatsRouter {
                         attached => return attached,
                     }
                 }
-                Some(Route::Remote { claim, epoch }) => {
+                Some(ExecutorRoute::Remote { claim, epoch }) => {
                     match shared.open(&claim, epoch, &who, &mailbox).await {
                         OpenOutcome::Opened(uplink) => return Ok(uplink),
                         OpenOutcome::Refused(error) => return Err(error),
@@ -128,12 +131,12 @@ impl NatsRouter {
     /// The node of an environment's executor, if it is another node.
     fn home(&self, environment: &str) -> Option<Arc<str>> {
         match self.shared().route(environment) {
-            Route::Remote { claim, .. } => Some(claim.node),
+            ExecutorRoute::Remote { claim, .. } => Some(claim.node),
             _ => None,
         }
     }
 
-    async fn disconnect(&self, target: DisconnectTarget, reason: Reason) -> usize {
+    async fn disconnect(&self, target: DisconnectTarget, reason: EndReason) -> usize {
         let shared = self.shared();
         let here = shared.disconnect_here(&target, &reason);
         let ask = NodeRequest::Disconnect {
@@ -187,20 +190,20 @@ impl NatsRouter {
 /// Uplink of an executor's socket that releases the claim on drop.
 struct ClaimedUplink {
     inner: Option<Box<dyn Uplink>>,
-    shared: Arc<Shared>,
+    shared: Arc<ClusterShared>,
     environment: Arc<str>,
     socket: u64,
 }
 
 impl Uplink for ClaimedUplink {
-    fn forward(&mut self, stream_id: &str, kind: Kind, message: &Bytes) -> Outcome {
+    fn forward(&mut self, stream_id: &str, kind: FrameKind, message: &Bytes) -> ForwardOutcome {
         match &mut self.inner {
             Some(inner) => inner.forward(stream_id, kind, message),
-            None => Outcome::Sent,
+            None => ForwardOutcome::Sent,
         }
     }
 
-    fn abort_stream(&mut self, stream_id: &str, reason: Reason) {
+    fn abort_stream(&mut self, stream_id: &str, reason: EndReason) {
         if let Some(inner) = &mut self.inner {
             inner.abort_stream(stream_id, reason);
         }
@@ -210,14 +213,14 @@ impl Uplink for ClaimedUplink {
 impl Drop for ClaimedUplink {
     fn drop(&mut self) {
         self.inner = None;
-        Shared::release(&self.shared, &self.environment, self.socket);
+        ClusterShared::release(&self.shared, &self.environment, self.socket);
     }
 }
 
 impl Router for NatsRouter {
     fn attach_executor(
         &self,
-        who: Executor,
+        who: ExecutorIdentity,
         mailbox: Arc<Mailbox>,
     ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>> {
         Box::pin(self.attach_executor(who, mailbox))
@@ -225,7 +228,7 @@ impl Router for NatsRouter {
 
     fn attach_harness(
         &self,
-        who: Harness,
+        who: HarnessIdentity,
         mailbox: Arc<Mailbox>,
     ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>> {
         Box::pin(self.attach_harness(who, mailbox))
@@ -235,18 +238,24 @@ impl Router for NatsRouter {
         let environment: Arc<str> = environment.into();
         Box::pin(async move {
             Ok(match self.shared().find(&environment, None).await? {
-                Some(Route::Remote { claim, .. }) => Some(claim.registration),
-                Some(Route::Local { .. }) => self.shared().local.registration_here(&environment),
+                Some(ExecutorRoute::Remote { claim, .. }) => Some(claim.registration),
+                Some(ExecutorRoute::Local { .. }) => {
+                    self.shared().local.registration_here(&environment)
+                }
                 _ => None,
             })
         })
     }
 
-    fn disconnect(&self, target: DisconnectTarget, reason: Reason) -> BoxFuture<'_, usize> {
+    fn disconnect(&self, target: DisconnectTarget, reason: EndReason) -> BoxFuture<'_, usize> {
         Box::pin(self.disconnect(target, reason))
     }
 
-    fn retain_harnesses(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize {
+    fn retain_harnesses(
+        &self,
+        stays: &(dyn Fn(&HarnessIdentity) -> bool + Sync),
+        reason: EndReason,
+    ) -> usize {
         let shared = self.shared();
         let mut count = 0;
         for entry in shared.entries() {
@@ -258,7 +267,7 @@ impl Router for NatsRouter {
         count + shared.local.retain_harnesses(stays, reason)
     }
 
-    fn nodes(&self) -> BoxFuture<'_, Vec<Node>> {
+    fn nodes(&self) -> BoxFuture<'_, Vec<NodeStatus>> {
         Box::pin(std::future::ready(self.shared().nodes()))
     }
 

@@ -11,7 +11,7 @@ use redb::{Database, ReadableDatabase as _, ReadableTable as _, TableDefinition}
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{Registration, Revocation, Store, StoreError};
+use super::{ExecutorRegistration, Revocation, Store, StoreError};
 use crate::tenants;
 
 /// Registrations by environment.
@@ -25,30 +25,30 @@ const CACHE_BYTES: usize = 4 << 20;
 
 /// Store in one file, which only one process can open.
 #[derive(Clone)]
-pub struct Embedded {
+pub struct EmbeddedStore {
     database: Arc<Database>,
     path: PathBuf,
 }
 
-impl std::fmt::Debug for Embedded {
+impl std::fmt::Debug for EmbeddedStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Embedded")
+        f.debug_struct("EmbeddedStore")
             .field("path", &self.path)
             .finish_non_exhaustive()
     }
 }
 
 /// Any error of the database.
-type Failure = Box<dyn std::error::Error + Send + Sync>;
+type DatabaseError = Box<dyn std::error::Error + Send + Sync>;
 
-impl Embedded {
+impl EmbeddedStore {
     /// Opens the file, or creates it with access for its owner only.
     ///
     /// # Errors
     ///
     /// If the file cannot be opened, for example because another process has it open.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
-        let open = || -> Result<Database, Failure> {
+        let open = || -> Result<Database, DatabaseError> {
             let file = OpenOptions::new()
                 .read(true)
                 .write(true)
@@ -80,7 +80,7 @@ impl Embedded {
     fn run_blocking<T: Send + 'static>(
         &self,
         operation: &'static str,
-        run_blocking: impl FnOnce(&Database) -> Result<T, Failure> + Send + 'static,
+        run_blocking: impl FnOnce(&Database) -> Result<T, DatabaseError> + Send + 'static,
     ) -> BoxFuture<'static, Result<T, StoreError>> {
         let database = Arc::clone(&self.database);
         Box::pin(async move {
@@ -96,18 +96,18 @@ impl Embedded {
     fn read_now<T: Send + 'static>(
         &self,
         operation: &'static str,
-        read_now: impl FnOnce(&Database) -> Result<T, Failure>,
+        read_now: impl FnOnce(&Database) -> Result<T, DatabaseError>,
     ) -> BoxFuture<'static, Result<T, StoreError>> {
         let result = read_now(&self.database).map_err(|source| StoreError { operation, source });
         Box::pin(std::future::ready(result))
     }
 }
 
-impl Store for Embedded {
+impl Store for EmbeddedStore {
     fn registration(
         &self,
         environment: &str,
-    ) -> BoxFuture<'_, Result<Option<Registration>, StoreError>> {
+    ) -> BoxFuture<'_, Result<Option<ExecutorRegistration>, StoreError>> {
         self.read_now("read a registration", |database| {
             let table = database.begin_read()?.open_table(REGISTRATIONS)?;
             table
@@ -117,7 +117,7 @@ impl Store for Embedded {
         })
     }
 
-    fn registrations(&self) -> BoxFuture<'_, Result<Vec<Registration>, StoreError>> {
+    fn registrations(&self) -> BoxFuture<'_, Result<Vec<ExecutorRegistration>, StoreError>> {
         self.run_blocking("list registrations", |database| {
             let table = database.begin_read()?.open_table(REGISTRATIONS)?;
             table.iter()?.map(|entry| read(entry?.1.value())).collect()
@@ -148,7 +148,7 @@ impl Store for Embedded {
 
     fn register(
         &self,
-        registration: Registration,
+        registration: ExecutorRegistration,
         replaces: Option<String>,
     ) -> BoxFuture<'_, Result<bool, StoreError>> {
         self.run_blocking("write a registration", move |database| {
@@ -157,7 +157,7 @@ impl Store for Embedded {
                 let mut table = write.open_table(REGISTRATIONS)?;
                 let environment = registration.environment.as_str();
                 let there = match table.get(environment)? {
-                    Some(found) => Some(read::<Registration>(found.value())?.registration),
+                    Some(found) => Some(read::<ExecutorRegistration>(found.value())?.registration),
                     None => None,
                 };
                 if there != replaces {
@@ -246,11 +246,11 @@ fn revocation_key(environment: Option<&str>, harness: &str) -> String {
     format!("{}\n{harness}", environment.unwrap_or("*"))
 }
 
-fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Failure> {
+fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, DatabaseError> {
     Ok(serde_json::from_slice(bytes)?)
 }
 
-fn text(value: &impl Serialize) -> Result<Vec<u8>, Failure> {
+fn text(value: &impl Serialize) -> Result<Vec<u8>, DatabaseError> {
     Ok(serde_json::to_vec(value)?)
 }
 
@@ -260,8 +260,8 @@ mod tests {
 
     use super::*;
 
-    fn registration(id: &str) -> Registration {
-        Registration {
+    fn registration(id: &str) -> ExecutorRegistration {
+        ExecutorRegistration {
             environment: "env-1".to_owned(),
             registration: id.to_owned(),
             executor: PublicKey::new([1; 32], &[2; MLKEM768_BYTES]).unwrap(),
@@ -275,7 +275,7 @@ mod tests {
     async fn registration_survives_reopening_and_is_replaced_only_by_its_known_id() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("store");
-        let store = Embedded::open(&path).unwrap();
+        let store = EmbeddedStore::open(&path).unwrap();
         assert!(store.register(registration("a"), None).await.unwrap());
         assert!(!store.register(registration("b"), None).await.unwrap());
         let replaces = Some("x".to_owned());
@@ -283,10 +283,10 @@ mod tests {
         let replaces = Some("a".to_owned());
         assert!(store.register(registration("b"), replaces).await.unwrap());
         // A second process cannot open the file.
-        let error = Embedded::open(&path).unwrap_err().to_string();
+        let error = EmbeddedStore::open(&path).unwrap_err().to_string();
         assert!(error.contains("open its file"), "{error}");
         drop(store);
-        let store = Embedded::open(&path).unwrap();
+        let store = EmbeddedStore::open(&path).unwrap();
         let found = store.registration("env-1").await.unwrap();
         assert_eq!(found, Some(registration("b")));
         assert_eq!(store.registrations().await.unwrap(), [registration("b")]);
@@ -298,7 +298,7 @@ mod tests {
     #[tokio::test]
     async fn environments_counts_only_those_of_the_tenant() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Embedded::open(&directory.path().join("store")).unwrap();
+        let store = EmbeddedStore::open(&directory.path().join("store")).unwrap();
         for environment in ["a", "b", "t/a", "t/b", "t/c", "t-/a", "u/a", "t0"] {
             let mut registration = registration("r");
             registration.environment = environment.to_owned();
@@ -313,7 +313,7 @@ mod tests {
     #[tokio::test]
     async fn revocation_applies_to_its_environment_or_to_all() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Embedded::open(&directory.path().join("store")).unwrap();
+        let store = EmbeddedStore::open(&directory.path().join("store")).unwrap();
         let revoked = async |environment: &str, token: &str| {
             let names = [format!("token:{token}"), "key:00".to_owned()];
             store.is_revoked(environment, names).await.unwrap()

@@ -8,9 +8,9 @@ use async_nats::jetstream::kv;
 use futures_util::future::BoxFuture;
 use serde::Serialize;
 
-use super::{Registration, Revocation, Store, StoreError};
+use super::{ExecutorRegistration, Revocation, Store, StoreError};
 use crate::cluster::Cluster;
-use crate::cluster::{Failure, Key, NATS_UNREACHABLE};
+use crate::cluster::{BucketKey, ClusterResult, NATS_UNREACHABLE};
 
 /// Store in a JetStream bucket.
 #[derive(Debug, Clone)]
@@ -26,7 +26,7 @@ impl NatsStore {
     fn work<'a, T: Send + 'a>(
         &'a self,
         operation: &'static str,
-        work: impl Future<Output = Result<T, Failure>> + Send + 'a,
+        work: impl Future<Output = Result<T, ClusterResult>> + Send + 'a,
     ) -> BoxFuture<'a, Result<T, StoreError>> {
         Box::pin(async move {
             let result = match self.0.0.is_fresh() {
@@ -39,10 +39,10 @@ impl NatsStore {
 }
 
 fn revocation_key(environment: Option<&str>, harness: &str) -> String {
-    Key::Revocation(environment.unwrap_or("*").to_owned(), harness.to_owned()).to_string()
+    BucketKey::Revocation(environment.unwrap_or("*").to_owned(), harness.to_owned()).to_string()
 }
 
-fn text(value: &impl Serialize) -> Result<bytes::Bytes, Failure> {
+fn text(value: &impl Serialize) -> Result<bytes::Bytes, ClusterResult> {
     Ok(serde_json::to_vec(value)?.into())
 }
 
@@ -50,7 +50,7 @@ impl Store for NatsStore {
     fn registration(
         &self,
         environment: &str,
-    ) -> BoxFuture<'_, Result<Option<Registration>, StoreError>> {
+    ) -> BoxFuture<'_, Result<Option<ExecutorRegistration>, StoreError>> {
         let environment = environment.to_owned();
         self.work("read a registration", async move {
             let found = self.0.0.read_registration(&environment).await?;
@@ -58,11 +58,11 @@ impl Store for NatsStore {
         })
     }
 
-    fn registrations(&self) -> BoxFuture<'_, Result<Vec<Registration>, StoreError>> {
+    fn registrations(&self) -> BoxFuture<'_, Result<Vec<ExecutorRegistration>, StoreError>> {
         self.work("list registrations", async move {
             let values: Vec<_> = self.0.0.state().registrations.values().cloned().collect();
             let read = values.iter().map(|value| serde_json::from_slice(value));
-            let mut registrations: Vec<Registration> = read.collect::<Result<_, _>>()?;
+            let mut registrations: Vec<ExecutorRegistration> = read.collect::<Result<_, _>>()?;
             registrations.sort_by(|a, b| a.environment.cmp(&b.environment));
             Ok(registrations)
         })
@@ -70,14 +70,16 @@ impl Store for NatsStore {
 
     fn register(
         &self,
-        registration: Registration,
+        registration: ExecutorRegistration,
         replaces: Option<String>,
     ) -> BoxFuture<'_, Result<bool, StoreError>> {
         self.work("write a registration", async move {
-            let key = Key::Registration(registration.environment.clone()).to_string();
+            let key = BucketKey::Registration(registration.environment.clone()).to_string();
             let (revision, value) = self.0.0.read(key.clone()).await?;
             let there = match value {
-                Some(value) => Some(serde_json::from_slice::<Registration>(&value)?.registration),
+                Some(value) => {
+                    Some(serde_json::from_slice::<ExecutorRegistration>(&value)?.registration)
+                }
                 None => None,
             };
             if there != replaces {
@@ -93,7 +95,7 @@ impl Store for NatsStore {
     }
 
     fn remove(&self, environment: &str) -> BoxFuture<'_, Result<bool, StoreError>> {
-        let key = Key::Registration(environment.to_owned()).to_string();
+        let key = BucketKey::Registration(environment.to_owned()).to_string();
         self.work("remove a registration", async move {
             let (revision, value) = self.0.0.read(key.clone()).await?;
             if value.is_none() {

@@ -4,13 +4,13 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use exec_server_relay::frame::{Acks, Transmit};
-use exec_server_rendezvous::Config;
+use exec_server_rendezvous::RendezvousConfig;
 use serde_json::json;
 
-use super::support::{Received, Socket, TOKENS, TestServer, open_stream, quick};
+use super::support::{FrameSummary, RawSocket, TOKENS, TestServer, open_stream, quick};
 
 /// Starts an executor, and a stream between it and the harness of alice.
-async fn server() -> (TestServer, Socket, Socket) {
+async fn server() -> (TestServer, RawSocket, RawSocket) {
     let server = TestServer::start().await;
     let mut executor = server.executor("env-1", 1).await;
     let mut alice = server.harness("env-1", "alice-token", 2).await;
@@ -19,14 +19,14 @@ async fn server() -> (TestServer, Socket, Socket) {
 }
 
 /// Checks that the stream of alice still works.
-async fn assert_stream_works(executor: &mut Socket, alice: &mut Socket) {
+async fn assert_stream_works(executor: &mut RawSocket, alice: &mut RawSocket) {
     alice.data("alice", 9, 10).await;
     executor
-        .expect(Received::Data("alice".to_owned(), 9, 10))
+        .expect(FrameSummary::Data("alice".to_owned(), 9, 10))
         .await;
     executor.data("alice", 9, 10).await;
     alice
-        .expect(Received::Data("alice".to_owned(), 9, 10))
+        .expect(FrameSummary::Data("alice".to_owned(), 9, 10))
         .await;
 }
 
@@ -131,12 +131,12 @@ async fn ten_thousand_handshakes_of_one_token_do_not_lock_out_other_tokens() {
         alice.data("alice", number, 10).await;
         loop {
             match executor.receive().await.unwrap() {
-                Received::Handshake(id) => {
+                FrameSummary::Handshake(id) => {
                     reached += 1;
                     executor.reset(&id, "noise_relay_protocol_error").await;
                 }
-                Received::Data(id, ..) if id == "alice" => break,
-                Received::Resume(_) | Received::Reset(..) => {}
+                FrameSummary::Data(id, ..) if id == "alice" => break,
+                FrameSummary::Resume(_) | FrameSummary::Reset(..) => {}
                 other => panic!("{other:?}"),
             }
         }
@@ -156,7 +156,7 @@ async fn ten_thousand_handshakes_of_one_token_do_not_lock_out_other_tokens() {
 async fn handshakes_beyond_the_limit_wait_until_one_is_answered() {
     let mut limits = quick();
     limits.handshakes = 2;
-    let server = TestServer::with(Config::default(), limits).await;
+    let server = TestServer::with(RendezvousConfig::default(), limits).await;
     let mut executor = server.executor("env-1", 1).await;
     let mut sockets = Vec::new();
     for number in 0..4 {
@@ -172,12 +172,12 @@ async fn handshakes_beyond_the_limit_wait_until_one_is_answered() {
     let early = tokio::time::timeout(Duration::from_millis(300), executor.receive()).await;
     assert!(early.is_err(), "{early:?}");
     for answered in 0..4 {
-        let Received::Handshake(id) = waiting.remove(0) else {
+        let FrameSummary::Handshake(id) = waiting.remove(0) else {
             panic!("a handshake");
         };
         executor.handshake(&id).await;
         let number: usize = id.parse().unwrap();
-        sockets[number].expect(Received::Handshake(id)).await;
+        sockets[number].expect(FrameSummary::Handshake(id)).await;
         if answered < 2 {
             waiting.push(executor.receive().await.unwrap());
         }
@@ -216,7 +216,7 @@ async fn revoked_harness_is_disconnected_within_a_second() {
     let (_, permitted) = server.post("ops-token", "/cloud/permit", permit).await;
     assert_eq!(permitted, json!({"permitted": true}));
     let (_, asked) = server.connect("env-1", "bob-token", 3).await;
-    let mut bob = Socket::open(&asked).await;
+    let mut bob = RawSocket::open(&asked).await;
     open_stream(&mut executor, &mut bob, "bob-2").await;
     let key = json!({"harness_public_key": super::support::key(3), "environment_id": "env-1"});
     assert_eq!(revoke("ops-token", key).await.0, 200);
@@ -225,7 +225,7 @@ async fn revoked_harness_is_disconnected_within_a_second() {
         .expect_reset("bob-2", "authorization_revoked")
         .await;
     assert!(
-        Socket::try_open(asked["url"].as_str().unwrap())
+        RawSocket::try_open(asked["url"].as_str().unwrap())
             .await
             .is_err()
     );
@@ -265,12 +265,12 @@ async fn removed_token_disconnects_its_harness_and_executor() {
 async fn harness_sockets_of_one_token_are_limited() {
     let mut limits = quick();
     limits.harness_sockets = 2;
-    let server = TestServer::with(Config::default(), limits).await;
+    let server = TestServer::with(RendezvousConfig::default(), limits).await;
     let _executor = server.executor("env-1", 1).await;
     let _first = server.harness("env-1", "alice-token", 2).await;
     let second = server.harness("env-1", "alice-token", 3).await;
     let (_, asked) = server.connect("env-1", "alice-token", 4).await;
-    let refused = Socket::try_open(asked["url"].as_str().unwrap()).await;
+    let refused = RawSocket::try_open(asked["url"].as_str().unwrap()).await;
     let error = refused.err().unwrap().to_string();
     assert!(
         error.contains("429") && error.contains("limit of 2"),
@@ -279,5 +279,5 @@ async fn harness_sockets_of_one_token_are_limited() {
     let _bob = server.harness("env-1", "bob-token", 5).await;
     drop(second);
     server.metric_is("harnesses", 2).await;
-    let _third = Socket::open(&asked).await;
+    let _third = RawSocket::open(&asked).await;
 }

@@ -1,6 +1,6 @@
 //! `GET /events`: the event stream for administrators.
 
-use exec_server_transport::http::{Kind, read_head};
+use exec_server_transport::http::{HeadKind, read_head};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpStream;
@@ -9,9 +9,9 @@ use tokio::time::timeout;
 use super::support::{TIMEOUT, TOKENS, TestServer, open_stream};
 
 /// A client of the event stream.
-struct EventClient(BufReader<TcpStream>);
+struct TestEventClient(BufReader<TcpStream>);
 
-impl EventClient {
+impl TestEventClient {
     /// Returns the HTTP status as an error if the request is refused.
     async fn new(server: &TestServer, token: &str) -> Result<Self, u16> {
         let mut stream = TcpStream::connect(&server.address).await.unwrap();
@@ -20,7 +20,7 @@ impl EventClient {
              Accept: text/event-stream\r\n\r\n"
         );
         stream.write_all(request.as_bytes()).await.unwrap();
-        let head = read_head(&mut stream, Kind::Response).await.unwrap();
+        let head = read_head(&mut stream, HeadKind::Response).await.unwrap();
         if head.status != 200 {
             return Err(head.status);
         }
@@ -59,8 +59,8 @@ impl EventClient {
 #[tokio::test]
 async fn admins_receive_register_attach_revoke_and_detach_events() {
     let server = TestServer::start().await;
-    let mut all = EventClient::new(&server, "root-token").await.unwrap();
-    let mut own = EventClient::new(&server, "ops-token").await.unwrap();
+    let mut all = TestEventClient::new(&server, "root-token").await.unwrap();
+    let mut own = TestEventClient::new(&server, "ops-token").await.unwrap();
     let mut executor = server.executor("env-1", 1).await;
     let mut harness = server.harness("env-1", "alice-token", 2).await;
     open_stream(&mut executor, &mut harness, "s").await;
@@ -109,13 +109,16 @@ async fn event_stream_requires_admin_and_ends_when_the_token_is_removed() {
     let server = TestServer::start().await;
     for token in ["alice-token", "executor-token"] {
         assert_eq!(
-            EventClient::new(&server, token).await.err(),
+            TestEventClient::new(&server, token).await.err(),
             Some(403),
             "{token}"
         );
     }
-    assert_eq!(EventClient::new(&server, "nobody").await.err(), Some(401));
-    let mut client = EventClient::new(&server, "ops-token").await.unwrap();
+    assert_eq!(
+        TestEventClient::new(&server, "nobody").await.err(),
+        Some(401)
+    );
+    let mut client = TestEventClient::new(&server, "ops-token").await.unwrap();
     server.register("env-1", 1).await;
     client.expect("register").await;
     let fewer = TOKENS.replace("ops admin ops-token\n", "");

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use exec_server_rendezvous::Config;
+use exec_server_rendezvous::RendezvousConfig;
 
-use super::support::{Received, TIMEOUT, TestServer, open_stream, quick};
+use super::support::{FrameSummary, TIMEOUT, TestServer, open_stream, quick};
 
 #[tokio::test]
 async fn harness_that_does_not_read_loses_only_its_own_stream() {
@@ -23,7 +23,7 @@ async fn harness_that_does_not_read_loses_only_its_own_stream() {
             let began = Instant::now();
             executor.data("quick", seq, 10).await;
             quick
-                .expect(Received::Data("quick".to_owned(), seq, 10))
+                .expect(FrameSummary::Data("quick".to_owned(), seq, 10))
                 .await;
             longest = longest.max(began.elapsed());
         }
@@ -35,7 +35,7 @@ async fn harness_that_does_not_read_loses_only_its_own_stream() {
     server.metric_is("backlog_bytes", 0).await;
     while let Some(received) = slow.receive().await {
         assert!(
-            matches!(received, Received::Data(..) | Received::Reset(..)),
+            matches!(received, FrameSummary::Data(..) | FrameSummary::Reset(..)),
             "{received:?}"
         );
     }
@@ -58,7 +58,7 @@ async fn executor_with_a_single_harness_waits_for_a_slow_reader() {
     let reading = async {
         for seq in 0..FRAMES {
             harness
-                .expect(Received::Data("s".to_owned(), seq, 61_456))
+                .expect(FrameSummary::Data("s".to_owned(), seq, 61_456))
                 .await;
             if seq % 16 == 0 {
                 tokio::time::sleep(Duration::from_millis(5)).await;
@@ -73,7 +73,7 @@ async fn executor_with_a_single_harness_waits_for_a_slow_reader() {
 async fn harness_waits_while_the_executor_does_not_read() {
     let mut limits = quick();
     limits.to_executor = 256 << 10;
-    let server = TestServer::with(Config::default(), limits).await;
+    let server = TestServer::with(RendezvousConfig::default(), limits).await;
     let mut executor = server.executor("env-1", 1).await;
     let mut harness = server.harness("env-1", "alice-token", 2).await;
     open_stream(&mut executor, &mut harness, "s").await;
@@ -94,7 +94,7 @@ async fn harness_waits_while_the_executor_does_not_read() {
         assert!(waiting < 1 << 20, "{waiting} bytes wait");
         for seq in 0..FRAMES {
             executor
-                .expect(Received::Data("s".to_owned(), seq, 61_456))
+                .expect(FrameSummary::Data("s".to_owned(), seq, 61_456))
                 .await;
         }
     };
@@ -121,12 +121,12 @@ async fn bulk_stream_does_not_delay_other_streams() {
     let mut between = 0;
     while echoes < 20 {
         match executor.receive().await.unwrap() {
-            Received::Data(id, ..) if id == "echo" => {
+            FrameSummary::Data(id, ..) if id == "echo" => {
                 echoes += 1;
                 between = 0;
                 echo.data("echo", echoes, 10).await;
             }
-            Received::Data(..) => {
+            FrameSummary::Data(..) => {
                 between += 1;
                 // At most a few hundred milliseconds of bulk frames are queued before an echo.
                 assert!(between < 1000, "an echo has waited for {between} frames");

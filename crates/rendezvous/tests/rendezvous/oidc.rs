@@ -4,23 +4,23 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use base64_turbo::URL_SAFE_NO_PAD;
-use exec_server_rendezvous::Config;
+use exec_server_rendezvous::RendezvousConfig;
 use exec_server_rendezvous::oidc::{KeySource, Oidc, OidcConfig};
 use futures_util::future::BoxFuture;
 use ring::rand::SystemRandom;
 use ring::signature::{Ed25519KeyPair, KeyPair as _};
 use serde_json::{Value, json};
 
-use super::support::{Received, Socket, TestServer, open_stream, quick};
+use super::support::{FrameSummary, RawSocket, TestServer, open_stream, quick};
 
 /// Issuer that signs tokens.
 #[derive(Debug)]
-struct Issuer {
+struct TestIssuer {
     key: Ed25519KeyPair,
     document: Mutex<String>,
 }
 
-impl KeySource for Issuer {
+impl KeySource for TestIssuer {
     fn fetch(&self) -> BoxFuture<'_, Result<Vec<u8>, String>> {
         let document = self.document.lock().unwrap().clone();
         Box::pin(std::future::ready(Ok(document.into_bytes())))
@@ -38,7 +38,7 @@ fn now() -> u64 {
         .as_secs()
 }
 
-impl Issuer {
+impl TestIssuer {
     fn new() -> Arc<Self> {
         let key = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).unwrap();
         let key = Ed25519KeyPair::from_pkcs8(key.as_ref()).unwrap();
@@ -66,7 +66,7 @@ impl Issuer {
     }
 
     async fn server(self: &Arc<Self>) -> TestServer {
-        let mut config = Config::default();
+        let mut config = RendezvousConfig::default();
         let source = Arc::clone(self) as Arc<dyn KeySource>;
         let oidc = OidcConfig::new("https://issuer.example", "meet");
         config.oidc = Some(Arc::new(Oidc::new(oidc, source)));
@@ -80,12 +80,12 @@ fn code(answer: &(u16, Value)) -> (u16, &str) {
 
 #[tokio::test]
 async fn oidc_subjects_reach_only_executors_of_their_tenant() {
-    let issuer = Issuer::new();
+    let issuer = TestIssuer::new();
     let server = issuer.server().await;
     let machine = issuer.token("system:machine/7", "executor", "acme", 300);
     let (status, registered) = server.register_as(&machine, "env-1", 1).await;
     assert_eq!(status, 200, "{registered}");
-    let mut executor = Socket::open(&registered).await;
+    let mut executor = RawSocket::open(&registered).await;
     let alice = issuer.token("alice@example.com", "harness", "acme", 300);
     let mut harness = server.harness("env-1", &alice, 2).await;
     open_stream(&mut executor, &mut harness, "s").await;
@@ -111,7 +111,7 @@ async fn oidc_subjects_reach_only_executors_of_their_tenant() {
 
 #[tokio::test]
 async fn tickets_and_authorizations_expire_with_the_oidc_token() {
-    let issuer = Issuer::new();
+    let issuer = TestIssuer::new();
     let server = issuer.server().await;
     let _executor = server.executor("env-1", 1).await;
     let token = issuer.token("a", "harness", "default", -30);
@@ -131,7 +131,7 @@ async fn tickets_and_authorizations_expire_with_the_oidc_token() {
 
 #[tokio::test]
 async fn oidc_token_with_missing_or_invalid_claims_is_refused() {
-    let issuer = Issuer::new();
+    let issuer = TestIssuer::new();
     let server = issuer.server().await;
     let ask = async |change: &Value| {
         let mut claims = json!({
@@ -189,7 +189,7 @@ async fn oidc_token_with_missing_or_invalid_claims_is_refused() {
 
 #[tokio::test]
 async fn revoked_admin_is_refused_and_cannot_undo_its_revocation() {
-    let issuer = Issuer::new();
+    let issuer = TestIssuer::new();
     let server = issuer.server().await;
     let boss = issuer.token("boss", "admin", "acme", 300);
     let me = || json!({"harness": "token:jwt:boss"});
@@ -228,7 +228,7 @@ async fn revoked_admin_is_refused_and_cannot_undo_its_revocation() {
 
 #[tokio::test]
 async fn operator_can_be_revoked_by_operators_only() {
-    let issuer = Issuer::new();
+    let issuer = TestIssuer::new();
     let server = issuer.server().await;
     let root = || json!({"harness": "root"});
     let boss = issuer.token("boss", "admin", "default", 300);
@@ -247,14 +247,14 @@ async fn operator_can_be_revoked_by_operators_only() {
 
 #[tokio::test]
 async fn sockets_close_when_the_token_that_opened_them_expires() {
-    let issuer = Issuer::new();
+    let issuer = TestIssuer::new();
     let server = issuer.server().await;
     let began = Instant::now();
     // The token is accepted for two more seconds, because of one minute of leeway.
     let machine = issuer.token("machine", "executor", "default", -58);
     let (status, registered) = server.register_as(&machine, "env-1", 1).await;
     assert_eq!(status, 200, "{registered}");
-    let mut executor = Socket::open(&registered).await;
+    let mut executor = RawSocket::open(&registered).await;
     let mut steady = server.executor("env-2", 3).await;
     let alice = issuer.token("alice", "harness", "default", -58);
     let mut harness = server.harness("env-2", &alice, 2).await;
@@ -268,5 +268,7 @@ async fn sockets_close_when_the_token_that_opened_them_expires() {
         began.elapsed()
     );
     bob.data("bob", 0, 10).await;
-    steady.expect(Received::Data("bob".to_owned(), 0, 10)).await;
+    steady
+        .expect(FrameSummary::Data("bob".to_owned(), 0, 10))
+        .await;
 }

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use exec_server_rendezvous::Config;
+use exec_server_rendezvous::RendezvousConfig;
 use serde_json::{Value, json};
 
-use super::support::{Socket, TestServer, key, open_stream, quick};
+use super::support::{RawSocket, TestServer, key, open_stream, quick};
 
 fn code(answer: &(u16, Value)) -> (u16, &str) {
     (answer.0, answer.1["error"]["code"].as_str().unwrap_or(""))
@@ -27,7 +27,7 @@ async fn harness_connects_to_a_registered_and_attached_executor() {
     let asked = server.connect("never", "alice-token", 2).await;
     assert_eq!(code(&asked), (409, "environment_offline"));
 
-    let _executor = Socket::open(&registered).await;
+    let _executor = RawSocket::open(&registered).await;
     let (status, answer) = server.connect("env-1", "alice-token", 2).await;
     assert_eq!(status, 200, "{answer}");
     assert_eq!(answer["environment_id"], "env-1");
@@ -71,15 +71,15 @@ async fn register_keeps_the_registration_for_the_same_key_and_replaces_it_for_an
     let again = server.register("env-1", 1).await;
     let id = |answer: &Value| answer["executor_registration_id"].clone();
     assert_eq!(id(&first), id(&again));
-    let mut attached = Socket::open(&first).await;
+    let mut attached = RawSocket::open(&first).await;
     let other = server.register("env-1", 2).await;
     assert_ne!(id(&first), id(&other));
     // The previous executor is disconnected, and its URL is no longer valid.
     attached.expect_end().await;
-    let refused = Socket::try_open(first["url"].as_str().unwrap()).await;
+    let refused = RawSocket::try_open(first["url"].as_str().unwrap()).await;
     let error = refused.err().unwrap().to_string();
     assert!(error.contains("401"), "{error}");
-    let _attached = Socket::open(&other).await;
+    let _attached = RawSocket::open(&other).await;
     let (_, answer) = server.connect("env-1", "alice-token", 9).await;
     assert_eq!(answer["executor_public_key"], json!(key(2)));
 }
@@ -214,7 +214,7 @@ async fn restart_keeps_registrations_and_revocations() {
     let revoke = json!({"harness": "bob"});
     let (status, answer) = server.post("ops-token", "/cloud/revoke", revoke).await;
     assert_eq!((status, &answer["revoked"]), (200, &json!("token:bob")));
-    let mut executor = Socket::open(&before).await;
+    let mut executor = RawSocket::open(&before).await;
 
     let server = server.restart().await;
     executor.expect_end().await;
@@ -222,7 +222,7 @@ async fn restart_keeps_registrations_and_revocations() {
     let url = before["url"].as_str().unwrap();
     let rest = &url[url.find("/cloud").unwrap()..];
     let url = format!("ws://{}{rest}", server.address);
-    let mut executor = Socket::try_open(&url).await.unwrap();
+    let mut executor = RawSocket::try_open(&url).await.unwrap();
     let mut harness = server.harness("env-1", "alice-token", 2).await;
     open_stream(&mut executor, &mut harness, "s").await;
     let bob = server.connect("env-1", "bob-token", 2).await;
@@ -233,29 +233,29 @@ async fn restart_keeps_registrations_and_revocations() {
 async fn connect_waits_briefly_for_an_executor_that_is_about_to_attach() {
     let mut limits = quick();
     limits.arrival = Duration::from_secs(20);
-    let server = TestServer::with(Config::default(), limits).await;
+    let server = TestServer::with(RendezvousConfig::default(), limits).await;
     let registered = server.register("env-1", 1).await;
     let (answer, _executor) = tokio::join!(server.connect("env-1", "alice-token", 2), async {
         tokio::time::sleep(Duration::from_millis(50)).await;
-        Socket::open(&registered).await
+        RawSocket::open(&registered).await
     });
     assert_eq!(answer.0, 200, "{}", answer.1);
 }
 
 #[tokio::test]
 async fn websocket_url_expires_and_is_bound_to_its_holder() {
-    let mut config = Config::default();
+    let mut config = RendezvousConfig::default();
     config.executor_lifetime = Duration::ZERO;
     config.harness_lifetime = Duration::ZERO;
     let server = TestServer::with(config, quick()).await;
     let registered = server.register("env-1", 1).await;
     let url = registered["url"].as_str().unwrap().to_owned();
-    let _executor = Socket::open(&registered).await;
+    let _executor = RawSocket::open(&registered).await;
     let (_, asked) = server.connect("env-1", "alice-token", 2).await;
     let harness = asked["url"].as_str().unwrap().to_owned();
     tokio::time::sleep(Duration::from_millis(2100)).await;
     for url in [&url, &harness] {
-        let error = Socket::try_open(url).await.err().unwrap().to_string();
+        let error = RawSocket::try_open(url).await.err().unwrap().to_string();
         assert!(
             error.contains("401") && error.contains("expired"),
             "{error}"
@@ -268,7 +268,7 @@ async fn websocket_url_expires_and_is_bound_to_its_holder() {
         ("&sig=", "&sig=A", "invalid_signature"),
     ] {
         let url = url.replace(from, to);
-        let error = Socket::try_open(&url).await.err().unwrap().to_string();
+        let error = RawSocket::try_open(&url).await.err().unwrap().to_string();
         assert!(error.contains(reason), "{url}: {error}");
     }
 }

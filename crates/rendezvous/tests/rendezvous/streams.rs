@@ -3,7 +3,7 @@
 use exec_server_relay::frame::{Acks, Transmit};
 use serde_json::json;
 
-use super::support::{Received, Socket, TestServer, key, open_stream};
+use super::support::{FrameSummary, RawSocket, TestServer, key, open_stream};
 
 #[tokio::test]
 async fn frames_reach_their_stream_in_order_and_unchanged() {
@@ -20,17 +20,18 @@ async fn frames_reach_their_stream_in_order_and_unchanged() {
         executor.data("a", seq, size).await;
         executor.data("b", seq, size / 2 + 1).await;
         let (a, b) = ("a".to_owned(), "b".to_owned());
-        alice.expect(Received::Data(a.clone(), seq, size)).await;
-        bob.expect(Received::Data(b.clone(), seq, size / 2 + 1))
+        alice.expect(FrameSummary::Data(a.clone(), seq, size)).await;
+        bob.expect(FrameSummary::Data(b.clone(), seq, size / 2 + 1))
             .await;
         let mut received = [
             executor.receive().await.unwrap(),
             executor.receive().await.unwrap(),
         ];
-        received.sort_by_key(|received| matches!(received, Received::Data(id, ..) if id == "b"));
+        received
+            .sort_by_key(|received| matches!(received, FrameSummary::Data(id, ..) if id == "b"));
         let expected = [
-            Received::Data(a, seq, size),
-            Received::Data(b, seq, size / 2 + 1),
+            FrameSummary::Data(a, seq, size),
+            FrameSummary::Data(b, seq, size / 2 + 1),
         ];
         assert_eq!(received, expected);
     }
@@ -41,7 +42,7 @@ async fn frames_reach_their_stream_in_order_and_unchanged() {
         credit: 1 << 40,
     };
     alice.send(&Transmit::heartbeat("a", acks)).await;
-    executor.expect(Received::Other("a".to_owned())).await;
+    executor.expect(FrameSummary::Other("a".to_owned())).await;
     let (_, listed) = server.get("ops-token", "/cloud/environments").await;
     let listed = &listed["environments"][0];
     assert_eq!(
@@ -69,7 +70,9 @@ async fn executor_is_notified_when_a_harness_disconnects_and_the_stream_can_resu
     harness.data("s", 0, 10).await;
     drop(harness);
     // Frames sent before the disconnect are not lost.
-    executor.expect(Received::Data("s".to_owned(), 0, 10)).await;
+    executor
+        .expect(FrameSummary::Data("s".to_owned(), 0, 10))
+        .await;
     executor.expect_reset("s", "harness_detached").await;
     // The executor's frames get at most one reset in total.
     executor.data("s", 0, 10).await;
@@ -83,9 +86,11 @@ async fn executor_is_notified_when_a_harness_disconnects_and_the_stream_can_resu
 
     let mut harness = server.harness("env-1", "alice-token", 2).await;
     harness.resume("s").await;
-    executor.expect(Received::Resume("s".to_owned())).await;
+    executor.expect(FrameSummary::Resume("s".to_owned())).await;
     executor.data("s", 2, 10).await;
-    harness.expect(Received::Data("s".to_owned(), 2, 10)).await;
+    harness
+        .expect(FrameSummary::Data("s".to_owned(), 2, 10))
+        .await;
 
     // A stream that its harness has ended does not stay reserved.
     harness.reset("s", "closed").await;
@@ -108,12 +113,16 @@ async fn newer_socket_of_the_same_harness_takes_over_its_stream() {
     // The old socket still looks alive, as after a change of networks.
     let mut harness = server.harness("env-1", "alice-token", 2).await;
     harness.resume("s").await;
-    executor.expect(Received::Resume("s".to_owned())).await;
+    executor.expect(FrameSummary::Resume("s".to_owned())).await;
     before.expect_end().await;
     executor.data("s", 2, 10).await;
-    harness.expect(Received::Data("s".to_owned(), 2, 10)).await;
+    harness
+        .expect(FrameSummary::Data("s".to_owned(), 2, 10))
+        .await;
     harness.data("s", 3, 10).await;
-    executor.expect(Received::Data("s".to_owned(), 3, 10)).await;
+    executor
+        .expect(FrameSummary::Data("s".to_owned(), 3, 10))
+        .await;
 }
 
 #[tokio::test]
@@ -132,9 +141,11 @@ async fn harnesses_are_notified_when_the_executor_disconnects_and_resume_with_it
 
     let mut executor = server.executor("env-1", 1).await;
     executor.resume("s").await;
-    harness.expect(Received::Resume("s".to_owned())).await;
+    harness.expect(FrameSummary::Resume("s".to_owned())).await;
     harness.data("s", 2, 10).await;
-    executor.expect(Received::Data("s".to_owned(), 2, 10)).await;
+    executor
+        .expect(FrameSummary::Data("s".to_owned(), 2, 10))
+        .await;
 }
 
 #[tokio::test]
@@ -147,23 +158,23 @@ async fn executor_that_resumes_before_its_harness_gets_harness_detached_once() {
     executor.expect_reset("s", "harness_detached").await;
     let mut harness = server.harness("env-1", "alice-token", 2).await;
     harness.resume("s").await;
-    executor.expect(Received::Resume("s".to_owned())).await;
+    executor.expect(FrameSummary::Resume("s".to_owned())).await;
 }
 
 #[tokio::test]
 async fn newer_socket_of_an_executor_replaces_the_older_one() {
     let server = TestServer::start().await;
     let registered = server.register("env-1", 1).await;
-    let mut old = Socket::open(&registered).await;
+    let mut old = RawSocket::open(&registered).await;
     let mut harness = server.harness("env-1", "alice-token", 2).await;
     open_stream(&mut old, &mut harness, "s").await;
-    let mut new = Socket::open(&registered).await;
+    let mut new = RawSocket::open(&registered).await;
     harness.expect_reset("s", "executor_detached").await;
     old.expect_end().await;
     new.resume("s").await;
-    harness.expect(Received::Resume("s".to_owned())).await;
+    harness.expect(FrameSummary::Resume("s".to_owned())).await;
     harness.data("s", 0, 10).await;
-    new.expect(Received::Data("s".to_owned(), 0, 10)).await;
+    new.expect(FrameSummary::Data("s".to_owned(), 0, 10)).await;
     let (status, answer) = server.connect("env-1", "alice-token", 2).await;
     assert_eq!(
         (status, &answer["executor_public_key"]),

@@ -6,10 +6,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use exec_server_relay::frame::{Acks, Body, Transmit, decode};
 use exec_server_relay::keys::{MLKEM768_BYTES, PublicKey, SECURITY_PROFILE};
-use exec_server_rendezvous::mailbox::Backlog;
-use exec_server_rendezvous::signature::Signer;
-use exec_server_rendezvous::{Config, Embedded, Local, Parts, Rendezvous, RouterLimits, Tokens};
-use exec_server_transport::http::{Kind, read_head};
+use exec_server_rendezvous::mailbox::MailboxBacklog;
+use exec_server_rendezvous::signature::UrlSigner;
+use exec_server_rendezvous::{
+    EmbeddedStore, LocalRouter, RendezvousConfig, RendezvousParts, RendezvousServer, RouterLimits,
+    Tokens,
+};
+use exec_server_transport::http::{HeadKind, read_head};
 use exec_server_transport::link::{Link, RawEvent};
 use exec_server_transport::{ConnectError, ConnectOptions, connect};
 use serde_json::{Value, json};
@@ -37,32 +40,32 @@ pub(crate) const TOKENS: &str = "\
 /// A rendezvous server; it stops when dropped.
 pub(crate) struct TestServer {
     pub(crate) address: String,
-    pub(crate) rendezvous: Rendezvous,
+    pub(crate) rendezvous: RendezvousServer,
     serving: JoinHandle<()>,
     directory: Option<TempDir>,
 }
 
 impl TestServer {
     pub(crate) async fn start() -> Self {
-        Self::with(Config::default(), quick()).await
+        Self::with(RendezvousConfig::default(), quick()).await
     }
 
-    pub(crate) async fn with(config: Config, limits: RouterLimits) -> Self {
+    pub(crate) async fn with(config: RendezvousConfig, limits: RouterLimits) -> Self {
         Self::resumed(tempfile::tempdir().unwrap(), config, limits).await
     }
 
-    async fn resumed(directory: TempDir, config: Config, limits: RouterLimits) -> Self {
-        let store = Embedded::open(&directory.path().join("store")).unwrap();
-        let backlog = Arc::new(Backlog::default());
-        let parts = Parts {
+    async fn resumed(directory: TempDir, config: RendezvousConfig, limits: RouterLimits) -> Self {
+        let store = EmbeddedStore::open(&directory.path().join("store")).unwrap();
+        let backlog = Arc::new(MailboxBacklog::default());
+        let parts = RendezvousParts {
             store: Arc::new(store),
-            router: Arc::new(Local::new(limits, Arc::clone(&backlog))),
+            router: Arc::new(LocalRouter::new(limits, Arc::clone(&backlog))),
             backlog,
-            signer: Signer::new("s".repeat(32).into()).unwrap(),
+            signer: UrlSigner::new("s".repeat(32).into()).unwrap(),
             tokens: TOKENS.parse::<Tokens>().unwrap(),
             audit: None,
         };
-        let rendezvous = Rendezvous::new(config, parts);
+        let rendezvous = RendezvousServer::new(config, parts);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let serving = tokio::spawn({
@@ -84,7 +87,7 @@ impl TestServer {
         let directory = self.directory.take().unwrap();
         // Requests in progress may keep the store open for a moment.
         drop(self);
-        Self::resumed(directory, Config::default(), quick()).await
+        Self::resumed(directory, RendezvousConfig::default(), quick()).await
     }
 
     pub(crate) async fn post(&self, token: &str, path: &str, body: Value) -> (u16, Value) {
@@ -111,7 +114,7 @@ impl TestServer {
             body.len()
         );
         stream.write_all(request.as_bytes()).await.unwrap();
-        let head = read_head(&mut stream, Kind::Response).await.unwrap();
+        let head = read_head(&mut stream, HeadKind::Response).await.unwrap();
         let mut text = head.rest;
         stream.read_to_end(&mut text).await.unwrap();
         let value = serde_json::from_slice(&text)
@@ -140,9 +143,9 @@ impl TestServer {
     }
 
     /// Registers an executor and attaches its socket.
-    pub(crate) async fn executor(&self, environment: &str, seed: u8) -> Socket {
+    pub(crate) async fn executor(&self, environment: &str, seed: u8) -> RawSocket {
         let answer = self.register(environment, seed).await;
-        Socket::open(&answer).await
+        RawSocket::open(&answer).await
     }
 
     pub(crate) async fn connect(&self, environment: &str, token: &str, seed: u8) -> (u16, Value) {
@@ -152,10 +155,10 @@ impl TestServer {
     }
 
     /// Attaches the socket of a harness.
-    pub(crate) async fn harness(&self, environment: &str, token: &str, seed: u8) -> Socket {
+    pub(crate) async fn harness(&self, environment: &str, token: &str, seed: u8) -> RawSocket {
         let (status, answer) = self.connect(environment, token, seed).await;
         assert_eq!(status, 200, "{answer}");
-        Socket::open(&answer).await
+        RawSocket::open(&answer).await
     }
 
     pub(crate) fn metric(&self, name: &str) -> u64 {
@@ -202,13 +205,13 @@ pub(crate) fn key(seed: u8) -> PublicKey {
 }
 
 /// A raw websocket to the rendezvous server.
-pub(crate) struct Socket {
+pub(crate) struct RawSocket {
     pub(crate) link: Link,
 }
 
 /// Summary of a received frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Received {
+pub(crate) enum FrameSummary {
     Resume(String),
     Handshake(String),
     Data(String, u32, usize),
@@ -216,7 +219,7 @@ pub(crate) enum Received {
     Other(String),
 }
 
-impl Socket {
+impl RawSocket {
     pub(crate) async fn open(answer: &Value) -> Self {
         match Self::try_open(answer["url"].as_str().unwrap()).await {
             Ok(socket) => socket,
@@ -256,13 +259,13 @@ impl Socket {
     }
 
     /// Returns the next frame, or `None` when the socket has ended.
-    pub(crate) async fn receive(&mut self) -> Option<Received> {
+    pub(crate) async fn receive(&mut self) -> Option<FrameSummary> {
         timeout(TIMEOUT, self.listen())
             .await
             .expect("a frame within the timeout")
     }
 
-    async fn listen(&mut self) -> Option<Received> {
+    async fn listen(&mut self) -> Option<FrameSummary> {
         loop {
             let Ok(Some(event)) = self.link.incoming.recv_raw().await else {
                 return None;
@@ -273,25 +276,25 @@ impl Socket {
             let frame = decode(bytes).unwrap();
             let id = frame.stream_id.into_owned();
             return Some(match frame.body {
-                Body::Resume { .. } => Received::Resume(id),
-                Body::Handshake { .. } => Received::Handshake(id),
+                Body::Resume { .. } => FrameSummary::Resume(id),
+                Body::Handshake { .. } => FrameSummary::Handshake(id),
                 Body::Data { seq, payload } => {
                     assert!(payload.iter().all(|byte| *byte == seq as u8), "changed");
-                    Received::Data(id, seq, payload.len())
+                    FrameSummary::Data(id, seq, payload.len())
                 }
-                Body::Reset { reason } => Received::Reset(id, reason.into_owned()),
-                _ => Received::Other(id),
+                Body::Reset { reason } => FrameSummary::Reset(id, reason.into_owned()),
+                _ => FrameSummary::Other(id),
             });
         }
     }
 
     /// Expects exactly this frame next.
-    pub(crate) async fn expect(&mut self, expected: Received) {
+    pub(crate) async fn expect(&mut self, expected: FrameSummary) {
         assert_eq!(self.receive().await, Some(expected));
     }
 
     pub(crate) async fn expect_reset(&mut self, stream: &str, reason: &str) {
-        self.expect(Received::Reset(stream.to_owned(), reason.to_owned()))
+        self.expect(FrameSummary::Reset(stream.to_owned(), reason.to_owned()))
             .await;
     }
 
@@ -302,12 +305,12 @@ impl Socket {
 }
 
 /// Opens a stream between an executor and a harness, with its handshake.
-pub(crate) async fn open_stream(executor: &mut Socket, harness: &mut Socket, stream: &str) {
+pub(crate) async fn open_stream(executor: &mut RawSocket, harness: &mut RawSocket, stream: &str) {
     let id = || stream.to_owned();
     harness.resume(stream).await;
-    executor.expect(Received::Resume(id())).await;
+    executor.expect(FrameSummary::Resume(id())).await;
     harness.handshake(stream).await;
-    executor.expect(Received::Handshake(id())).await;
+    executor.expect(FrameSummary::Handshake(id())).await;
     executor.handshake(stream).await;
-    harness.expect(Received::Handshake(id())).await;
+    harness.expect(FrameSummary::Handshake(id())).await;
 }

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use exec_server_rendezvous::Config;
+use exec_server_rendezvous::RendezvousConfig;
 use serde_json::{Value, json};
 
-use super::support::{Received, Socket, TOKENS, TestServer, key, open_stream, quick};
+use super::support::{FrameSummary, RawSocket, TOKENS, TestServer, key, open_stream, quick};
 
 fn code(answer: &(u16, Value)) -> (u16, &str) {
     (answer.0, answer.1["error"]["code"].as_str().unwrap_or(""))
@@ -16,18 +16,18 @@ fn message(answer: &(u16, Value)) -> &str {
 }
 
 async fn with_quotas(quotas: &str) -> TestServer {
-    let mut config = Config::default();
+    let mut config = RendezvousConfig::default();
     config.quotas = quotas.parse().unwrap();
     TestServer::with(config, quick()).await
 }
 
 /// Starts an executor of the tenant `acme`.
-async fn acme_executor(server: &TestServer, environment: &str, seed: u8) -> Socket {
+async fn acme_executor(server: &TestServer, environment: &str, seed: u8) -> RawSocket {
     let (status, answer) = server
         .register_as("acme-executor-token", environment, seed)
         .await;
     assert_eq!(status, 200, "{answer}");
-    Socket::open(&answer).await
+    RawSocket::open(&answer).await
 }
 
 async fn listed(server: &TestServer, token: &str) -> Vec<(String, String)> {
@@ -59,8 +59,10 @@ async fn two_tenants_can_use_the_same_environment_id() {
     open_stream(&mut theirs, &mut acme, "s").await;
     alice.data("s", 1, 10).await;
     acme.data("s", 2, 20).await;
-    ours.expect(Received::Data("s".to_owned(), 1, 10)).await;
-    theirs.expect(Received::Data("s".to_owned(), 2, 20)).await;
+    ours.expect(FrameSummary::Data("s".to_owned(), 1, 10)).await;
+    theirs
+        .expect(FrameSummary::Data("s".to_owned(), 2, 20))
+        .await;
     let one = |tenant: &str| (tenant.to_owned(), "env-1".to_owned());
     for token in ["alice-token", "executor-token", "ops-token"] {
         assert_eq!(listed(&server, token).await, [one("default")], "{token}");
@@ -138,12 +140,14 @@ async fn requests_for_an_environment_of_another_tenant_act_as_if_it_did_not_exis
     // A URL of one tenant is not valid for the other.
     let url = answer["url"].as_str().unwrap();
     assert!(url.contains("&tenant=acme"), "{url}");
-    let stolen = Socket::try_open(&url.replace("&tenant=acme", "")).await;
+    let stolen = RawSocket::try_open(&url.replace("&tenant=acme", "")).await;
     let error = stolen.err().unwrap().to_string();
     assert!(error.contains("invalid_signature"), "{error}");
     // The stream of the other tenant was not affected.
     alice.data("s", 0, 10).await;
-    executor.expect(Received::Data("s".to_owned(), 0, 10)).await;
+    executor
+        .expect(FrameSummary::Data("s".to_owned(), 0, 10))
+        .await;
 }
 
 #[tokio::test]
@@ -176,7 +180,7 @@ async fn operator_can_administer_all_tenants() {
 async fn revoked_executor_is_disconnected_from_all_its_environments() {
     let server = TestServer::start().await;
     let registered = server.register("env-1", 1).await;
-    let mut executor = Socket::open(&registered).await;
+    let mut executor = RawSocket::open(&registered).await;
     let mut alice = server.harness("env-1", "alice-token", 2).await;
     open_stream(&mut executor, &mut alice, "s").await;
     let began = Instant::now();
@@ -194,10 +198,10 @@ async fn revoked_executor_is_disconnected_from_all_its_environments() {
     );
     let again = server.register_as("executor-token", "env-1", 1).await;
     assert_eq!(code(&again), (403, "executor_revoked"));
-    let error = Socket::try_open(registered["url"].as_str().unwrap()).await;
+    let error = RawSocket::try_open(registered["url"].as_str().unwrap()).await;
     assert!(error.err().unwrap().to_string().contains("401"));
     server.post("ops-token", "/cloud/permit", body).await;
-    Socket::open(&registered).await;
+    RawSocket::open(&registered).await;
 }
 
 #[tokio::test]
@@ -224,7 +228,7 @@ async fn token_moved_to_another_tenant_ends_only_its_own_streams() {
     let asked = server.connect("env-1", "acme-alice-token", 2).await;
     assert_eq!(code(&asked), (409, "environment_offline"));
     alice.data("s", 0, 10).await;
-    ours.expect(Received::Data("s".to_owned(), 0, 10)).await;
+    ours.expect(FrameSummary::Data("s".to_owned(), 0, 10)).await;
 }
 
 #[tokio::test]
@@ -292,14 +296,16 @@ async fn streams_are_refused_beyond_the_stream_quota() {
     let text = "tenant `acme` has reached its quota of 2 streams";
     assert_eq!(message(&third), text);
     // A URL issued earlier is refused too.
-    let error = Socket::try_open(early["url"].as_str().unwrap()).await;
+    let error = RawSocket::try_open(early["url"].as_str().unwrap()).await;
     let error = error.err().unwrap().to_string();
     assert!(error.contains("429") && error.contains(text), "{error}");
     // Other tenants and existing streams are not affected.
     let _other = server.executor("env-1", 1).await;
     server.harness("env-1", "alice-token", 2).await;
     first.data("s", 0, 10).await;
-    executor.expect(Received::Data("s".to_owned(), 0, 10)).await;
+    executor
+        .expect(FrameSummary::Data("s".to_owned(), 0, 10))
+        .await;
     drop(first);
     executor.expect_reset("s", "harness_detached").await;
     server
@@ -329,13 +335,17 @@ async fn handshakes_are_limited_to_the_quota_per_second() {
             refused = Some(answer);
             break;
         }
-        let mut harness = Socket::open(&answer.1).await;
+        let mut harness = RawSocket::open(&answer.1).await;
         harness.resume("c").await;
-        executor.expect(Received::Resume("c".to_owned())).await;
+        executor.expect(FrameSummary::Resume("c".to_owned())).await;
         harness.handshake("c").await;
-        executor.expect(Received::Handshake("c".to_owned())).await;
+        executor
+            .expect(FrameSummary::Handshake("c".to_owned()))
+            .await;
         executor.handshake("c").await;
-        harness.expect(Received::Handshake("c".to_owned())).await;
+        harness
+            .expect(FrameSummary::Handshake("c".to_owned()))
+            .await;
         harness.reset("c", "closed").await;
         executor.expect_reset("c", "closed").await;
     }
@@ -363,7 +373,8 @@ async fn bytes_beyond_the_bandwidth_quota_are_delayed_and_not_lost() {
             executor.data("s", seq, SIZE).await;
         }
         for seq in 0..6 {
-            acme.expect(Received::Data("s".to_owned(), seq, SIZE)).await;
+            acme.expect(FrameSummary::Data("s".to_owned(), seq, SIZE))
+                .await;
         }
         began.elapsed()
     };
@@ -371,7 +382,7 @@ async fn bytes_beyond_the_bandwidth_quota_are_delayed_and_not_lost() {
         for seq in 0..64 {
             ours.data("t", seq, SIZE).await;
             alice
-                .expect(Received::Data("t".to_owned(), seq, SIZE))
+                .expect(FrameSummary::Data("t".to_owned(), seq, SIZE))
                 .await;
         }
         began.elapsed()
@@ -407,7 +418,7 @@ async fn bytes_beyond_the_bandwidth_quota_are_delayed_and_not_lost() {
 
 #[tokio::test]
 async fn metrics_name_a_limited_number_of_tenants() {
-    let mut config = Config::default();
+    let mut config = RendezvousConfig::default();
     config.metrics_tenants = 2;
     let server = TestServer::with(config, quick()).await;
     let tokens = format!(
@@ -417,7 +428,7 @@ async fn metrics_name_a_limited_number_of_tenants() {
     let mut sockets = vec![acme_executor(&server, "env-1", 1).await];
     for token in ["b-token", "c-token"] {
         let (_, answer) = server.register_as(token, "env-1", 1).await;
-        sockets.push(Socket::open(&answer).await);
+        sockets.push(RawSocket::open(&answer).await);
     }
     server.metric_is("executors", 3).await;
     for (tenant, executors) in [("default", 0), ("acme", 1), ("other", 2)] {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use exec_server_engine::capability;
 use exec_server_executor::fs::FsError;
-use exec_server_executor::sandbox::files::{Files, Intent};
+use exec_server_executor::sandbox::files::{FileIntent, PolicyFiles};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::capability::{
     DiscoverParams, DiscoverResult, DiscoveredRoot, MAX_ANSWER_BYTES, MAX_ROOTS, PARALLEL_ROOTS,
@@ -15,9 +15,9 @@ use tokio::sync::oneshot;
 
 use crate::ApiError;
 use crate::connection::Connection;
-use crate::dispatch::Call;
+use crate::dispatch::CheckedRequest;
 
-pub(crate) fn discover_v1(call: Call<'_>, params: DiscoverParams) {
+pub(crate) fn discover_v1(call: CheckedRequest<'_>, params: DiscoverParams) {
     if params.roots.len() > MAX_ROOTS {
         return call.responder.send_error(ApiError::invalid_request(format!(
             "capability root discovery accepts at most {MAX_ROOTS} roots"
@@ -26,12 +26,12 @@ pub(crate) fn discover_v1(call: Call<'_>, params: DiscoverParams) {
     // The contents of the files stay in memory until they are sent, so the number of concurrent
     // requests is limited.
     let turns = Arc::clone(&call.connection.discoveries);
-    let asked: Vec<Asked> = params
+    let asked: Vec<RequestedRoot> = params
         .roots
         .into_iter()
         .map(|RootParams { id, path, sandbox }| {
             let executor = call.connection.server.executor();
-            let files = executor.files(sandbox, Intent::Read);
+            let files = executor.files(sandbox, FileIntent::Read);
             (id, path, files)
         })
         .collect();
@@ -40,7 +40,7 @@ pub(crate) fn discover_v1(call: Call<'_>, params: DiscoverParams) {
         // The semaphore is never closed.
         let _turn = turns.acquire().await;
         let mut asked = asked.into_iter();
-        let mut looking: VecDeque<Look> = VecDeque::new();
+        let mut looking: VecDeque<RootDiscovery> = VecDeque::new();
         let mut roots = Vec::with_capacity(asked.len());
         let mut bytes = 0;
         loop {
@@ -73,16 +73,16 @@ pub(crate) fn discover_v1(call: Call<'_>, params: DiscoverParams) {
 }
 
 /// A root, and how to access its files or why that is not possible.
-type Asked = (String, PathUri, Result<Files, FsError>);
+type RequestedRoot = (String, PathUri, Result<PolicyFiles, FsError>);
 
 /// A running discovery of one root.
-struct Look {
+struct RootDiscovery {
     /// The result if the discovery fails.
     failed: DiscoveredRoot,
     outcome: Option<oneshot::Receiver<DiscoveredRoot>>,
 }
 
-impl Look {
+impl RootDiscovery {
     async fn found(self) -> DiscoveredRoot {
         match self.outcome {
             Some(outcome) => outcome.await.unwrap_or(self.failed),
@@ -92,14 +92,14 @@ impl Look {
 }
 
 /// Starts the discovery of one root on a file thread.
-fn look(connection: &Arc<Connection>, (id, path, files): Asked) -> Look {
+fn look(connection: &Arc<Connection>, (id, path, files): RequestedRoot) -> RootDiscovery {
     let mut failed = DiscoveredRoot::empty(id.clone(), path.clone());
     let files = match files {
         Ok(files) => files,
         Err(error) => {
             failed.error = Some(error.to_string());
             let outcome = None;
-            return Look { failed, outcome };
+            return RootDiscovery { failed, outcome };
         }
     };
     failed.error = Some("looking at it failed".to_owned());
@@ -109,7 +109,7 @@ fn look(connection: &Arc<Connection>, (id, path, files): Asked) -> Look {
         let found = capability::discover(&files, id, path, &|| closed.is_cancelled());
         let _ = done.send(found);
     });
-    Look {
+    RootDiscovery {
         failed,
         outcome: Some(outcome),
     }

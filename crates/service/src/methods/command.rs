@@ -5,21 +5,22 @@ use std::path::PathBuf;
 
 use exec_server_engine::{env, request};
 use exec_server_executor::log::Retention;
-use exec_server_executor::process::End;
-use exec_server_executor::{Size, Spec, Stdio};
+use exec_server_executor::process::TerminationMethod;
+use exec_server_executor::{ProcessSpec, PtySize, Stdio};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::command::{
-    ExecParams, ExecResult, TerminateParams, TerminateResult, WriteParams, WriteResult,
+    ExecParams, ExecResult, ExecTerminateParams, ExecTerminateResult, ExecWriteParams,
+    ExecWriteResult,
 };
 use exec_server_protocol::process::WriteStatus;
 
-use super::process::{Description, launch};
+use super::process::{ProcessDescription, launch};
 use crate::ApiError;
-use crate::connection::Responder;
-use crate::dispatch::Call;
-use crate::follow::Dialect;
+use crate::connection::RequestResponder;
+use crate::dispatch::CheckedRequest;
+use crate::follow::NotificationFamily;
 
-pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
+pub(crate) fn exec(call: CheckedRequest<'_>, params: ExecParams) {
     let session = call.session;
     if params.argv.is_empty() {
         return call
@@ -35,7 +36,7 @@ pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
     let mut env = env::build(&executor.config().environment, None, &params.env);
     let stdio = if params.tty {
         request::add_shell(&mut env);
-        Stdio::Terminal(Size::default())
+        Stdio::Terminal(PtySize::default())
     } else {
         Stdio::Pipes { stdin: false }
     };
@@ -44,14 +45,14 @@ pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
         bytes: usize::try_from(cap).unwrap_or(usize::MAX).min(most.bytes),
         ..most
     });
-    let spec = Spec {
+    let spec = ProcessSpec {
         argv: params.argv.clone(),
         cwd: native,
         env,
         arg0: params.arg0,
         stdio,
         retention,
-        ..Spec::default()
+        ..ProcessSpec::default()
     };
     let result = ExecResult {
         process_id: params.process_id.clone(),
@@ -60,11 +61,11 @@ pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
         stdout: None,
         stderr: None,
     };
-    let description = Description {
+    let description = ProcessDescription {
         process_id: params.process_id,
         argv: params.argv,
         cwd,
-        dialect: Dialect::Command,
+        dialect: NotificationFamily::Command,
         start_id: None,
         snapshot: None,
         network: None,
@@ -79,9 +80,9 @@ pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
     );
 }
 
-pub(crate) fn write(call: Call<'_>, params: WriteParams) {
+pub(crate) fn write(call: CheckedRequest<'_>, params: ExecWriteParams) {
     let session = call.session;
-    let WriteParams { process_id, chunk } = params;
+    let ExecWriteParams { process_id, chunk } = params;
     let responder = call.responder;
     session.with_process(&process_id.clone(), move |managed| match managed {
         None => responder.send_error(ApiError::unknown_process(&process_id)),
@@ -93,18 +94,19 @@ pub(crate) fn write(call: Call<'_>, params: WriteParams) {
     });
 }
 
-fn accepted(responder: Responder, status: WriteStatus) {
+fn accepted(responder: RequestResponder, status: WriteStatus) {
     responder.send(match status {
-        WriteStatus::Accepted => Ok(WriteResult { accepted: true }),
+        WriteStatus::Accepted => Ok(ExecWriteResult { accepted: true }),
         _ => Err(ApiError::invalid_request("the process has ended")),
     });
 }
 
-pub(crate) fn terminate(call: Call<'_>, params: TerminateParams) {
+pub(crate) fn terminate(call: CheckedRequest<'_>, params: ExecTerminateParams) {
     let session = call.session;
     let responder = call.responder;
     session.with_process(&params.process_id, move |managed| {
-        let running = managed.is_some_and(|managed| managed.process.terminate(End::Now));
-        responder.send(Ok(TerminateResult { running }));
+        let running =
+            managed.is_some_and(|managed| managed.process.terminate(TerminationMethod::Now));
+        responder.send(Ok(ExecTerminateResult { running }));
     });
 }

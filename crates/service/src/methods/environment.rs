@@ -8,7 +8,7 @@ use exec_server_engine::configuration::ConfigError;
 use exec_server_engine::host;
 use exec_server_executor::Executor;
 use exec_server_protocol::environment::{
-    ConfigReadParams, ConfigReadResult, EnvironmentInfo, EnvironmentStatus, Readiness,
+    ConfigReadParams, ConfigReadResult, EnvironmentInfo, StatusResult, StatusValue,
 };
 use exec_server_protocol::limits::MAX_CONFIG_PATHS;
 use exec_server_protocol::text::hex;
@@ -18,7 +18,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::ApiError;
 use crate::config::ExecServerConfig;
-use crate::dispatch::Call;
+use crate::dispatch::CheckedRequest;
 
 /// Capability flags of the compatible protocol. Each is true only if the capability works
 /// completely; those of the managed network are true only if this machine can enforce it.
@@ -47,7 +47,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// Facts about this machine. They are read once at start; a thread determines those that need a
 /// child process.
 #[derive(Debug)]
-pub(crate) struct Info {
+pub(crate) struct MachineInfo {
     /// Whether this machine can enforce a managed network; `None` until the thread has determined
     /// it.
     enforceable: Arc<(Mutex<Option<bool>>, Condvar)>,
@@ -55,7 +55,7 @@ pub(crate) struct Info {
     config: ExecServerConfig,
 }
 
-impl Info {
+impl MachineInfo {
     pub(crate) fn new(config: &ExecServerConfig, executor: Executor) -> Self {
         let enforceable = Arc::new((Mutex::new(None), Condvar::new()));
         let found = Arc::clone(&enforceable);
@@ -131,7 +131,7 @@ fn provider_id(machine: &str) -> String {
 }
 
 /// Reads the configuration files of this machine for clients.
-pub(crate) fn config_read(call: Call<'_>, params: ConfigReadParams) {
+pub(crate) fn config_read(call: CheckedRequest<'_>, params: ConfigReadParams) {
     let cwd = match checked(&params) {
         Ok(cwd) => cwd,
         Err(error) => return call.responder.send_error(error),
@@ -186,14 +186,14 @@ fn checked(params: &ConfigReadParams) -> Result<PathBuf, ApiError> {
     Err(ApiError::invalid_params(message))
 }
 
-pub(crate) fn info(call: Call<'_>, _: NoParams) {
+pub(crate) fn info(call: CheckedRequest<'_>, _: NoParams) {
     call.responder.send(Ok(call.connection.server.info()));
 }
 
-pub(crate) fn status(call: Call<'_>, _: NoParams) {
+pub(crate) fn status(call: CheckedRequest<'_>, _: NoParams) {
     let draining = call.connection.server.draining().is_cancelled();
-    call.responder.send(Ok(EnvironmentStatus {
-        status: Readiness::Ready,
+    call.responder.send(Ok(StatusResult {
+        status: StatusValue::Ready,
         draining,
     }));
 }

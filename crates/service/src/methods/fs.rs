@@ -7,8 +7,8 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use exec_server_executor::fs::{self, Answer, Directory, FsError, Kind, Walked};
-use exec_server_executor::sandbox::files::{Files, Intent};
+use exec_server_executor::fs::{self, Directory, EntryType, FileOutcome, FsError, Walked};
+use exec_server_executor::sandbox::files::{FileIntent, PolicyFiles};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::chunk::{encode_into, encoded_len};
 use exec_server_protocol::fs::{FsMethod, FsRequest, WalkKind};
@@ -16,8 +16,8 @@ use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_protocol::sandbox::Sandbox;
 
 use crate::ApiError;
-use crate::connection::{Connection, Responder};
-use crate::dispatch::Call;
+use crate::connection::{Connection, RequestResponder};
+use crate::dispatch::CheckedRequest;
 use crate::files::{attempt, encode_pieces};
 use crate::pieces::FileSource;
 
@@ -37,11 +37,11 @@ const ENTRY_BYTES: usize = 64;
 
 /// Runs the checks of all methods with a path and a policy.
 pub(super) fn admit(
-    call: &Call<'_>,
+    call: &CheckedRequest<'_>,
     path: &PathUri,
     sandbox: &mut Option<Sandbox>,
-    intent: Intent,
-) -> Result<(PathBuf, Files), ApiError> {
+    intent: FileIntent,
+) -> Result<(PathBuf, PolicyFiles), ApiError> {
     let executor = call.connection.server.executor();
     let files = executor.files(sandbox.take(), intent)?;
     let native = path.to_native();
@@ -58,18 +58,18 @@ pub(super) async fn blocking<R: Send + 'static>(
 }
 
 /// A file request that has passed all checks.
-pub(super) struct Admitted {
+pub(super) struct AdmittedFileRequest {
     pub(super) connection: Arc<Connection>,
-    pub(super) files: Files,
+    pub(super) files: PolicyFiles,
     pub(super) request: FsRequest,
 }
 
 /// Runs a file operation that has one request and one response.
-pub(crate) fn call<M: FsMethod>(call: Call<'_>, params: M::Params) {
+pub(crate) fn call<M: FsMethod>(call: CheckedRequest<'_>, params: M::Params) {
     answer(call, M::request(params));
 }
 
-fn answer(mut call: Call<'_>, mut request: FsRequest) {
+fn answer(mut call: CheckedRequest<'_>, mut request: FsRequest) {
     if let FsRequest::WriteFile(params) = &request {
         call.responder.hold(params.data_base64.as_slice().len());
     }
@@ -84,7 +84,7 @@ fn answer(mut call: Call<'_>, mut request: FsRequest) {
         return send(&connection, responder, answer.map_err(ApiError::from));
     }
     let soon = files.call_soon(&request, AT_ONCE_BYTES as u32);
-    let admitted = Admitted {
+    let admitted = AdmittedFileRequest {
         connection,
         files,
         request,
@@ -96,7 +96,7 @@ fn answer(mut call: Call<'_>, mut request: FsRequest) {
         let connection = Arc::clone(&admitted.connection);
         match soon.finish(&admitted.request, connection.is_alone()).await {
             // Reading the file can block, so it continues on a file thread.
-            Some(Ok(answer @ Answer::File { .. })) => {
+            Some(Ok(answer @ FileOutcome::File { .. })) => {
                 let there = Arc::clone(&connection);
                 connection.file_work(move || send(&there, responder, Ok(answer)));
             }
@@ -106,9 +106,9 @@ fn answer(mut call: Call<'_>, mut request: FsRequest) {
     });
 }
 
-impl Admitted {
+impl AdmittedFileRequest {
     /// Runs the operation on a file thread, which sends the response.
-    fn perform(self, responder: Responder) {
+    fn perform(self, responder: RequestResponder) {
         let connection = Arc::clone(&self.connection);
         match &self.request {
             FsRequest::Search(_) => super::search::search(self, responder),
@@ -128,7 +128,7 @@ impl Admitted {
     /// Lists entries when there is memory for a response of `bytes`. If the response is larger,
     /// discards it, waits for enough memory and lists again: a listing that waits for memory would
     /// itself use memory outside the budget.
-    fn list(self, responder: Responder, bytes: usize) {
+    fn list(self, responder: RequestResponder, bytes: usize) {
         let connection = Arc::clone(&self.connection);
         connection.with_room(responder, bytes, move |mut responder| {
             let closed = self.connection.closed.clone();
@@ -144,7 +144,7 @@ impl Admitted {
         });
     }
 
-    fn work(self, responder: Responder) {
+    fn work(self, responder: RequestResponder) {
         let closed = self.connection.closed.clone();
         let answer = attempt(|| Ok(self.files.call(self.request, &|| closed.is_cancelled())?));
         send(&self.connection, responder, answer);
@@ -152,13 +152,13 @@ impl Admitted {
 }
 
 /// Approximate size of the response with a listing.
-fn listing_bytes(answer: &Answer) -> usize {
+fn listing_bytes(answer: &FileOutcome) -> usize {
     match answer {
-        Answer::Directory { found, .. } => found
+        FileOutcome::Directory { found, .. } => found
             .entries()
             .map(|(name, _, says)| name.len() + ENTRY_BYTES + says.map_or(0, |says| says.len() * 2))
             .sum(),
-        Answer::Walked(walked) => {
+        FileOutcome::Walked(walked) => {
             let entries = walked.directories().map(|(directory, entries)| {
                 let directory = directory.as_os_str().len() + ENTRY_BYTES;
                 entries
@@ -175,21 +175,21 @@ fn listing_bytes(answer: &Answer) -> usize {
 /// thread.
 pub(super) fn send(
     connection: &Arc<Connection>,
-    responder: Responder,
-    answer: Result<Answer, ApiError>,
+    responder: RequestResponder,
+    answer: Result<FileOutcome, ApiError>,
 ) {
     match answer {
-        Ok(Answer::File { path, file }) => read_open(connection, responder, path, file),
-        Ok(Answer::Content(data)) => send_content(responder, &data),
-        Ok(Answer::Directory { path, found }) => send_listing(responder, &path, &found),
-        Ok(Answer::Walked(walked)) => send_walk(responder, &walked),
-        Ok(Answer::Response(response)) => responder.send(Ok(response)),
+        Ok(FileOutcome::File { path, file }) => read_open(connection, responder, path, file),
+        Ok(FileOutcome::Content(data)) => send_content(responder, &data),
+        Ok(FileOutcome::Directory { path, found }) => send_listing(responder, &path, &found),
+        Ok(FileOutcome::Walked(walked)) => send_walk(responder, &walked),
+        Ok(FileOutcome::Response(response)) => responder.send(Ok(response)),
         Err(error) => responder.send_error(error),
     }
 }
 
 /// Sends the content of a file.
-fn send_content(responder: Responder, data: &[u8]) {
+fn send_content(responder: RequestResponder, data: &[u8]) {
     responder.send_result(encoded_len(data.len()) + ENVELOPE_BYTES, |out| {
         out.extend_from_slice(b"{\"dataBase64\":\"");
         encode_into(data, out);
@@ -198,7 +198,7 @@ fn send_content(responder: Responder, data: &[u8]) {
 }
 
 /// Reads an open file and sends its content. Must be called on a file thread.
-fn read_open(connection: &Arc<Connection>, responder: Responder, path: PathBuf, file: File) {
+fn read_open(connection: &Arc<Connection>, responder: RequestResponder, path: PathBuf, file: File) {
     let sized = attempt(|| {
         let size = fs::readable_size(&file, &path)?;
         fits(usize::try_from(size).unwrap_or(usize::MAX / 2))?;
@@ -248,7 +248,7 @@ fn fits(size: usize) -> Result<(), ApiError> {
     )))
 }
 
-fn send_listing(responder: Responder, directory: &PathUri, found: &Directory) {
+fn send_listing(responder: RequestResponder, directory: &PathUri, found: &Directory) {
     responder.send_result(found.len() * 64, |out| {
         out.extend_from_slice(b"{\"entries\":[");
         let mut uri = String::new();
@@ -259,9 +259,11 @@ fn send_listing(responder: Responder, directory: &PathUri, found: &Directory) {
             out.extend_from_slice(b"{\"fileName\":");
             push_text(out, &name.to_string_lossy());
             out.extend_from_slice(match kind {
-                Kind::Directory => b",\"isDirectory\":true,\"isFile\":false",
-                Kind::File => b",\"isDirectory\":false,\"isFile\":true",
-                Kind::Symlink | Kind::Other => &b",\"isDirectory\":false,\"isFile\":false"[..],
+                EntryType::Directory => b",\"isDirectory\":true,\"isFile\":false",
+                EntryType::File => b",\"isDirectory\":false,\"isFile\":true",
+                EntryType::Symlink | EntryType::Other => {
+                    &b",\"isDirectory\":false,\"isFile\":false"[..]
+                }
             });
             if name.to_str().is_none() {
                 uri.clear();
@@ -296,7 +298,7 @@ fn push_text(out: &mut Vec<u8>, text: &str) {
     debug_assert!(written.is_ok(), "any text can be written to memory");
 }
 
-fn send_walk(responder: Responder, walked: &Walked) {
+fn send_walk(responder: RequestResponder, walked: &Walked) {
     responder.send_result(64 * 1024, |out| {
         out.extend_from_slice(b"{\"entries\":[");
         let mut text = String::new();

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 
 use bytes::Bytes;
 use exec_server_executor::fs::FsError;
-use exec_server_executor::sandbox::files::Intent;
+use exec_server_executor::sandbox::files::FileIntent;
 use exec_server_protocol::Method as _;
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::fs::{
@@ -14,14 +14,14 @@ use exec_server_protocol::limits::{MAX_BLOCK_BYTES, MAX_HANDLE_ID_BYTES};
 
 use super::fs::admit;
 use crate::ApiError;
-use crate::dispatch::{Call, Raw};
-use crate::handles::{self, Action, Handles};
+use crate::dispatch::{CheckedRequest, RawParams};
+use crate::handles::{self, FileHandles, HandleAction};
 
-pub(crate) fn open(call: Call<'_>, mut params: OpenParams) {
+pub(crate) fn open(call: CheckedRequest<'_>, mut params: OpenParams) {
     let intent = if params.mode.writes() {
-        Intent::Write
+        FileIntent::Write
     } else {
-        Intent::Read
+        FileIntent::Read
     };
     let (path, files) = match admit(&call, &params.path, &mut params.sandbox, intent) {
         Ok(admitted) => admitted,
@@ -33,8 +33,8 @@ pub(crate) fn open(call: Call<'_>, mut params: OpenParams) {
             .responder
             .send_error(ApiError::invalid_request(message));
     }
-    let opening = handles::Call {
-        action: Action::Open {
+    let opening = handles::HandleRequest {
+        action: HandleAction::Open {
             path,
             mode: params.mode,
             identity: params.identity,
@@ -42,11 +42,11 @@ pub(crate) fn open(call: Call<'_>, mut params: OpenParams) {
         },
         responder: call.responder,
     };
-    Handles::open(call.connection, params.handle_id, opening);
+    FileHandles::open(call.connection, params.handle_id, opening);
 }
 
-pub(crate) fn read_block(call: Call<'_>, params: ReadBlockParams) {
-    let action = Action::Read {
+pub(crate) fn read_block(call: CheckedRequest<'_>, params: ReadBlockParams) {
+    let action = HandleAction::Read {
         offset: params.offset,
         len: params.len,
     };
@@ -63,7 +63,7 @@ const ENVELOPE_BYTES: usize = 4096;
 
 /// For a long block, returns the params without the data, which are validated later, and their
 /// text.
-pub(crate) fn long_block(params: Raw<'_>) -> Option<(WriteBlockParams, Bytes)> {
+pub(crate) fn long_block(params: RawParams<'_>) -> Option<(WriteBlockParams, Bytes)> {
     let (text, shared) = (params.text?, params.shared?);
     if !(LONG_BYTES..encoded_len(MAX_BLOCK_BYTES) + ENVELOPE_BYTES).contains(&shared.len()) {
         return None;
@@ -72,19 +72,23 @@ pub(crate) fn long_block(params: Raw<'_>) -> Option<(WriteBlockParams, Bytes)> {
     Some((likely, shared.slice_ref(text.as_bytes())))
 }
 
-pub(crate) fn write_long_block(mut call: Call<'_>, likely: &WriteBlockParams, raw: Bytes) {
+pub(crate) fn write_long_block(
+    mut call: CheckedRequest<'_>,
+    likely: &WriteBlockParams,
+    raw: Bytes,
+) {
     call.responder.hold(raw.len());
-    on_block(call, &likely.handle_id, Action::WriteRaw(raw), Ok(()));
+    on_block(call, &likely.handle_id, HandleAction::WriteRaw(raw), Ok(()));
 }
 
-pub(crate) fn write_block(mut call: Call<'_>, params: WriteBlockParams) {
+pub(crate) fn write_block(mut call: CheckedRequest<'_>, params: WriteBlockParams) {
     let len = params.chunk.as_slice().len();
     call.responder.hold(len);
     let handle_id = params.handle_id.clone();
     on_block(
         call,
         &handle_id,
-        Action::Write(params),
+        HandleAction::Write(params),
         admitted(len, "write"),
     );
 }
@@ -125,24 +129,29 @@ fn admitted(len: usize, verb: &str) -> Result<(), ApiError> {
     Err(ApiError::invalid_request(message))
 }
 
-fn on_block(call: Call<'_>, handle_id: &str, action: Action, admitted: Result<(), ApiError>) {
+fn on_block(
+    call: CheckedRequest<'_>,
+    handle_id: &str,
+    action: HandleAction,
+    admitted: Result<(), ApiError>,
+) {
     let responder = call.responder;
     match admitted {
-        Ok(()) => Handles::call(
+        Ok(()) => FileHandles::call(
             call.connection,
             handle_id,
-            handles::Call { action, responder },
+            handles::HandleRequest { action, responder },
         ),
         Err(error) => responder.send_error(error),
     }
 }
 
-pub(crate) fn close(call: Call<'_>, params: CloseParams) {
-    let closing = handles::Call {
-        action: Action::Close {
+pub(crate) fn close(call: CheckedRequest<'_>, params: CloseParams) {
+    let closing = handles::HandleRequest {
+        action: HandleAction::Close {
             commit: params.commit,
         },
         responder: call.responder,
     };
-    Handles::call(call.connection, &params.handle_id, closing);
+    FileHandles::call(call.connection, &params.handle_id, closing);
 }

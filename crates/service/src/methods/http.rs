@@ -5,22 +5,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
-use exec_server_http::{Body, HttpClient, HttpError, PreparedRequest, Response, request as checks};
+use exec_server_http::{
+    HttpClient, HttpError, PreparedRequest, ResponseBody, StreamingResponse, request as checks,
+};
 use exec_server_protocol::http::{
     BodyDelta, BodyDeltaParams, CancelParams, CancelResult, RequestParams, RequestResult,
 };
 use exec_server_protocol::limits::{MAX_DELTA_BYTES, MAX_HTTP_REQUESTS, MAX_MESSAGE_BYTES};
-use exec_server_protocol::{ByteChunk, Notification as _, chunk};
+use exec_server_protocol::{ByteChunk, NotificationMethod as _, chunk};
 use exec_server_sync::Mutex;
-use exec_server_transport::Outgoing;
+use exec_server_transport::LinkSender;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
 use crate::ApiError;
-use crate::connection::{Connection, Responder};
-use crate::dispatch::Call;
+use crate::connection::{Connection, RequestResponder};
+use crate::dispatch::CheckedRequest;
 use crate::follow;
-use crate::outbox::{Feed, Outbox};
+use crate::outbox::{NotificationSource, Outbox};
 
 /// Bytes of a body that is not streamed above which it needs memory from the budget of the
 /// connection.
@@ -38,26 +40,26 @@ const WAITING_BYTES: usize = 1 << 20;
 
 /// HTTP requests in progress on one connection.
 #[derive(Debug)]
-pub(crate) struct Requests {
-    shared: Arc<Shared>,
+pub(crate) struct HttpRequests {
+    shared: Arc<HttpRequestsShared>,
     /// Limits the memory of large bodies that are being received. It has its own budget, because a
     /// body that never ends must block neither files nor processes.
     budget: Arc<Semaphore>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
-    active: Mutex<Active>,
+struct HttpRequestsShared {
+    active: Mutex<ActiveRequests>,
 }
 
 #[derive(Debug, Default)]
-struct Active {
-    requests: HashMap<u64, Entry>,
+struct ActiveRequests {
+    requests: HashMap<u64, ActiveRequest>,
     next: u64,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct ActiveRequest {
     request_id: String,
     streamed: bool,
     cancelled: CancellationToken,
@@ -65,21 +67,21 @@ struct Entry {
 
 /// Entry of one request in the table of those in progress; removed on drop.
 #[derive(Debug)]
-struct Place {
+struct ActiveRequestGuard {
     number: u64,
     cancelled: CancellationToken,
-    shared: Arc<Shared>,
+    shared: Arc<HttpRequestsShared>,
 }
 
-impl Drop for Place {
+impl Drop for ActiveRequestGuard {
     fn drop(&mut self) {
         self.shared.active.lock().requests.remove(&self.number);
     }
 }
 
-impl Shared {}
+impl HttpRequestsShared {}
 
-impl Default for Requests {
+impl Default for HttpRequests {
     fn default() -> Self {
         Self {
             shared: Arc::default(),
@@ -88,12 +90,13 @@ impl Default for Requests {
     }
 }
 
-impl Requests {
-    fn enter(&self, request_id: &str, streamed: bool) -> Result<Place, ApiError> {
+impl HttpRequests {
+    fn enter(&self, request_id: &str, streamed: bool) -> Result<ActiveRequestGuard, ApiError> {
         let mut active = self.shared.active.lock();
         // Notifications with parts of a body contain only the id, so no two streams may have the
         // same one.
-        let taken = |entry: &Entry| streamed && entry.streamed && entry.request_id == request_id;
+        let taken =
+            |entry: &ActiveRequest| streamed && entry.streamed && entry.request_id == request_id;
         if active.requests.values().any(taken) {
             return Err(ApiError::invalid_params(format!(
                 "http/request streamResponse requestId `{request_id}` is already active"
@@ -106,13 +109,13 @@ impl Requests {
         }
         active.next += 1;
         let (number, cancelled) = (active.next, CancellationToken::new());
-        let entry = Entry {
+        let entry = ActiveRequest {
             request_id: request_id.to_owned(),
             streamed,
             cancelled: cancelled.clone(),
         };
         active.requests.insert(number, entry);
-        Ok(Place {
+        Ok(ActiveRequestGuard {
             number,
             cancelled,
             shared: Arc::clone(&self.shared),
@@ -140,7 +143,7 @@ impl Requests {
     }
 }
 
-pub(crate) fn request(call: Call<'_>, params: RequestParams) {
+pub(crate) fn request(call: CheckedRequest<'_>, params: RequestParams) {
     let streamed = params.stream_response;
     let request_id = params.request_id.clone();
     let client = call.connection.server.http().clone();
@@ -170,14 +173,14 @@ pub(crate) fn request(call: Call<'_>, params: RequestParams) {
     });
 }
 
-pub(crate) fn cancel(call: Call<'_>, params: CancelParams) {
+pub(crate) fn cancel(call: CheckedRequest<'_>, params: CancelParams) {
     let cancelled = call.connection.requests.cancel(&params.request_id);
     call.responder.send(Ok(CancelResult { cancelled }));
 }
 
 /// Runs `work` unless it is cancelled first.
 async fn unless_cancelled<T>(
-    place: &Place,
+    place: &ActiveRequestGuard,
     work: impl Future<Output = Result<T, HttpError>>,
 ) -> Result<T, HttpError> {
     tokio::select! {
@@ -191,8 +194,8 @@ async fn whole(
     connection: &Arc<Connection>,
     client: &HttpClient,
     prepared: PreparedRequest,
-    place: &Place,
-    mut responder: Responder,
+    place: &ActiveRequestGuard,
+    mut responder: RequestResponder,
 ) {
     let timeout = prepared.timeout();
     let received = unless_cancelled(place, async {
@@ -231,7 +234,7 @@ async fn whole(
     drop(reserved);
 }
 
-type Received = (
+type ReceivedResponse = (
     u16,
     Vec<exec_server_protocol::http::ResponseHeader>,
     Vec<u8>,
@@ -241,9 +244,9 @@ type Received = (
 async fn receive(
     connection: &Arc<Connection>,
     client: &HttpClient,
-    response: Response,
-) -> Result<Received, HttpError> {
-    let Response {
+    response: StreamingResponse,
+) -> Result<ReceivedResponse, HttpError> {
+    let StreamingResponse {
         status,
         headers,
         mut body,
@@ -273,7 +276,7 @@ fn largest_body() -> usize {
     (MAX_MESSAGE_BYTES - (1 << 20)) / 4 * 3
 }
 
-impl Requests {
+impl HttpRequests {
     async fn reserve(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
         // The request never exceeds the budget, so it can be granted; the semaphore is never
         // closed.
@@ -290,8 +293,8 @@ async fn stream(
     client: &HttpClient,
     prepared: PreparedRequest,
     request_id: String,
-    place: Place,
-    responder: Responder,
+    place: ActiveRequestGuard,
+    responder: RequestResponder,
 ) {
     let begun = unless_cancelled(&place, async {
         let mut response = client.send(prepared).await?;
@@ -300,7 +303,7 @@ async fn stream(
         }
         Ok(response)
     });
-    let Response {
+    let StreamingResponse {
         status,
         headers,
         body,
@@ -309,11 +312,11 @@ async fn stream(
         Err(error) => return responder.send_error(error.into()),
     };
     let cancelled = place.cancelled.clone();
-    let stream = Arc::new(Stream {
+    let stream = Arc::new(BodySender {
         request_id,
-        state: Mutex::new(State {
+        state: Mutex::new(BodySenderState {
             place: Some(place),
-            ..State::default()
+            ..BodySenderState::default()
         }),
         room: Notify::new(),
         queued: AtomicBool::new(false),
@@ -333,9 +336,9 @@ async fn stream(
 
 /// Sends a body to one connection while it is being received.
 #[derive(Debug)]
-struct Stream {
+struct BodySender {
     request_id: String,
-    state: Mutex<State>,
+    state: Mutex<BodySenderState>,
     /// Signals that the peer has read data.
     room: Notify,
     /// Whether the stream is in the ready list or is about to be pulled.
@@ -344,7 +347,7 @@ struct Stream {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct BodySenderState {
     waiting: VecDeque<Bytes>,
     /// Bytes that wait for the peer.
     bytes: usize,
@@ -353,12 +356,12 @@ struct State {
     /// The error, if any, once the body has ended.
     end: Option<Option<String>>,
     /// Held until the last notification has been encoded.
-    place: Option<Place>,
+    place: Option<ActiveRequestGuard>,
 }
 
-impl Stream {
+impl BodySender {
     /// Receives the body, not faster than the peer reads it.
-    async fn take(self: &Arc<Self>, mut body: Body) -> Result<(), HttpError> {
+    async fn take(self: &Arc<Self>, mut body: ResponseBody) -> Result<(), HttpError> {
         while let Some(mut piece) = body.chunk().await? {
             while !piece.is_empty() {
                 self.until_room().await;
@@ -404,18 +407,18 @@ impl Stream {
     }
 
     /// Returns the next part and its sequence number, or the end.
-    fn next(&self) -> Option<(u64, Next)> {
+    fn next(&self) -> Option<(u64, NextBodyPiece)> {
         let mut state = self.state.lock();
         let next = match state.waiting.pop_front() {
             Some(piece) => {
                 state.bytes -= piece.len();
-                Next::Piece(piece)
+                NextBodyPiece::Piece(piece)
             }
             None => {
                 // The end is reported once.
                 let error = state.end.take()?;
                 state.place = None;
-                Next::End(error)
+                NextBodyPiece::End(error)
             }
         };
         state.seq += 1;
@@ -423,23 +426,23 @@ impl Stream {
     }
 }
 
-enum Next {
+enum NextBodyPiece {
     Piece(Bytes),
     End(Option<String>),
 }
 
-impl Feed for Stream {
-    fn pull(self: Arc<Self>, outgoing: &mut Outgoing) -> bool {
+impl NotificationSource for BodySender {
+    fn pull(self: Arc<Self>, outgoing: &mut LinkSender) -> bool {
         self.queued.store(false, Ordering::Release);
         match self.next() {
             None => false,
-            Some((seq, Next::Piece(piece))) => {
+            Some((seq, NextBodyPiece::Piece(piece))) => {
                 push_delta(outgoing, &self.request_id, seq, &piece);
                 self.room.notify_waiters();
                 // Puts the stream back into the ready list, unless another task has done so.
                 !self.queued.swap(true, Ordering::AcqRel)
             }
-            Some((seq, Next::End(error))) => {
+            Some((seq, NextBodyPiece::End(error))) => {
                 let params = BodyDeltaParams {
                     request_id: self.request_id.clone(),
                     seq,
@@ -455,7 +458,7 @@ impl Feed for Stream {
 }
 
 /// Appends a notification without serde: the data is encoded once, directly into the frame.
-fn push_delta(outgoing: &mut Outgoing, request_id: &str, seq: u64, bytes: &[u8]) {
+fn push_delta(outgoing: &mut LinkSender, request_id: &str, seq: u64, bytes: &[u8]) {
     let hint = chunk::encoded_len(bytes.len()) + request_id.len() + 130;
     outgoing.push_message(hint, |out| {
         out.reserve(hint);

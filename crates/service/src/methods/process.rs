@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
 use exec_server_engine::request;
-use exec_server_engine::snapshot::Wanted;
+use exec_server_engine::snapshot::SnapshotRequest;
 use exec_server_executor::conditions::Conditions;
 use exec_server_executor::log::Log;
-use exec_server_executor::process::{End, Scope};
-use exec_server_executor::{Process, Spec, report, signal as signals};
+use exec_server_executor::process::{SignalRecipients, TerminationMethod};
+use exec_server_executor::{Process, ProcessSpec, report, signal as signals};
 use exec_server_network as network;
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::method::Empty;
@@ -18,22 +18,26 @@ use exec_server_protocol::process::{
     Survivor, TerminalSize, TerminateMode, TerminateParams, TerminateResult, WaitForParams,
     WaitParams, WaitUntil, WriteParams, WriteResult, WriteStatus,
 };
-use exec_server_protocol::sandbox::{Access, FileSystem, Network, Permissions, Sandbox};
+use exec_server_protocol::sandbox::{
+    FilePermissions, NetworkPermission, PathAccess, Permissions, Sandbox,
+};
 
 use crate::ApiError;
-use crate::connection::{Connection, Responder};
-use crate::dispatch::Call;
-use crate::follow::Dialect;
-use crate::network::Driving;
-use crate::record::Record;
-use crate::server::Server;
-use crate::session::{Managed, ManagedParts, Reserved, Session, unknown_session};
+use crate::connection::{Connection, RequestResponder};
+use crate::dispatch::CheckedRequest;
+use crate::follow::NotificationFamily;
+use crate::network::ClientPolicyDecider;
+use crate::process_audit::ProcessAudit;
+use crate::server::ExecServer;
+use crate::session::{
+    ReserveResult, Session, SessionProcess, SessionProcessParts, unknown_session,
+};
 
-pub(crate) fn start(call: Call<'_>, params: StartParams) {
+pub(crate) fn start(call: CheckedRequest<'_>, params: StartParams) {
     let session = call.session;
     let dialect = match params.delivery.unwrap_or_default() {
-        Delivery::Push => Dialect::Process,
-        Delivery::Pull => Dialect::ProcessPull,
+        Delivery::Push => NotificationFamily::Process,
+        Delivery::Pull => NotificationFamily::ProcessPull,
     };
     let own = &call.connection.server.executor().config().environment;
     let mut spec = match request::spec(&params, own) {
@@ -48,7 +52,7 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
             return call.responder.send_error(error.into());
         }
     };
-    let snapshot = match Wanted::of(&params, &spec) {
+    let snapshot = match SnapshotRequest::of(&params, &spec) {
         Ok(snapshot) => snapshot,
         Err(error) => return call.responder.send_error(error.into()),
     };
@@ -70,7 +74,7 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
         }),
         enforcement: process.enforcement().cloned(),
     };
-    let description = Description {
+    let description = ProcessDescription {
         process_id,
         argv,
         cwd,
@@ -90,14 +94,14 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
 }
 
 /// Properties of a process that its session stores.
-pub(crate) struct Description {
+pub(crate) struct ProcessDescription {
     pub(crate) process_id: String,
     pub(crate) argv: Vec<String>,
     pub(crate) cwd: exec_server_protocol::PathUri,
-    pub(crate) dialect: Dialect,
+    pub(crate) dialect: NotificationFamily,
     pub(crate) start_id: Option<String>,
     /// The shell snapshot that the process may start from.
-    pub(crate) snapshot: Option<Wanted>,
+    pub(crate) snapshot: Option<SnapshotRequest>,
     /// The managed network of the process.
     pub(crate) network: Option<network::ProcessNetwork>,
 }
@@ -107,17 +111,17 @@ pub(crate) struct Description {
 pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
     connection: &Arc<Connection>,
     session: Arc<Session>,
-    spec: Spec,
-    description: Description,
-    responder: Responder,
+    spec: ProcessSpec,
+    description: ProcessDescription,
+    responder: RequestResponder,
     result: impl FnOnce(&Process) -> R + Send + 'static,
 ) {
     let server = connection.server.clone();
     let limit = server.config().max_processes_per_session;
     let id = &description.process_id;
     match session.reserve(id, description.start_id.as_deref(), limit) {
-        Ok(Reserved::New) => {}
-        Ok(Reserved::Repeat) => {
+        Ok(ReserveResult::New) => {}
+        Ok(ReserveResult::Repeat) => {
             let (id, of) = (id.clone(), Arc::clone(&session));
             return session.with_process(&id.clone(), move |managed| match managed {
                 Some(managed) => responder.send(Ok(result(&managed.process))),
@@ -136,10 +140,10 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
     let process_id = &description.process_id;
     // A managed network is enforced like a sandbox policy.
     let policy = policy.or(spec.network.as_ref().map(|_| "managed-network"));
-    let record = Record::new(&server, identity, &session.id, process_id, policy);
+    let record = ProcessAudit::new(&server, identity, &session.id, process_id, policy);
     let identity = identity.clone();
     tokio::spawn(async move {
-        let Description {
+        let ProcessDescription {
             process_id,
             argv,
             cwd,
@@ -166,7 +170,7 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
                     "process started"
                 );
                 let result = result(&process);
-                let parts = ManagedParts {
+                let parts = SessionProcessParts {
                     process,
                     argv,
                     cwd,
@@ -182,14 +186,14 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
             }
         };
         if let Some(process) = orphan {
-            process.terminate(End::Now);
+            process.terminate(TerminationMethod::Now);
             return;
         }
         if let Some(managed) = session.process(&process_id) {
             // Runs after the response to the request, because no notification about the process may
             // precede it.
             let proxy = network.and_then(|network| {
-                let authority = Arc::new(Driving {
+                let authority = Arc::new(ClientPolicyDecider {
                     patience: network.decision_timeout().unwrap_or_default(),
                     server: server.clone(),
                     session: Arc::clone(&session),
@@ -199,7 +203,7 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
                 let served = network.serve(&managed.process, authority);
                 if let Err(error) = &served {
                     tracing::error!(process_id = managed.id, %error, "cannot serve a process's network");
-                    managed.process.terminate(End::Now);
+                    managed.process.terminate(TerminationMethod::Now);
                 }
                 served.ok()
             });
@@ -212,10 +216,10 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
 
 /// Records the end of a process, then passes its record to the session.
 async fn watch_end<P>(
-    server: Server,
+    server: ExecServer,
     session: Arc<Session>,
-    managed: Arc<Managed>,
-    record: Record,
+    managed: Arc<SessionProcess>,
+    record: ProcessAudit,
     proxy: Option<P>,
 ) {
     record.exited(&managed.process).await;
@@ -236,14 +240,16 @@ fn policy_name(sandbox: &Sandbox) -> &'static str {
         Permissions::Disabled => return "disabled",
         Permissions::External { network } => (["external", "external+network"], network),
         Permissions::Managed {
-            file_system: FileSystem::Unrestricted,
+            file_system: FilePermissions::Unrestricted,
             network,
         } => (["unrestricted", "unrestricted+network"], network),
         Permissions::Managed {
-            file_system: FileSystem::Restricted { entries, .. },
+            file_system: FilePermissions::Restricted { entries, .. },
             network,
         } => {
-            let writes = entries.iter().any(|entry| entry.access == Access::Write);
+            let writes = entries
+                .iter()
+                .any(|entry| entry.access == PathAccess::Write);
             let names = if writes {
                 ["workspace-write", "workspace-write+network"]
             } else {
@@ -252,14 +258,14 @@ fn policy_name(sandbox: &Sandbox) -> &'static str {
             (names, network)
         }
     };
-    name[usize::from(*network == Network::Enabled)]
+    name[usize::from(*network == NetworkPermission::Enabled)]
 }
 
 /// Runs `job` on the process of a request, after earlier jobs for the same process.
 fn with_process(
-    call: Call<'_>,
+    call: CheckedRequest<'_>,
     process_id: &str,
-    job: impl FnOnce(Arc<Connection>, Option<&Arc<Managed>>, Responder) + Send + 'static,
+    job: impl FnOnce(Arc<Connection>, Option<&Arc<SessionProcess>>, RequestResponder) + Send + 'static,
 ) {
     let (connection, responder) = (Arc::clone(call.connection), call.responder);
     call.session.with_process(process_id, move |managed| {
@@ -267,11 +273,11 @@ fn with_process(
     });
 }
 
-pub(crate) fn read(call: Call<'_>, params: ReadParams) {
+pub(crate) fn read(call: CheckedRequest<'_>, params: ReadParams) {
     let (id, session) = (params.process_id.clone(), params.session_id.clone());
     let job = move |connection: Arc<Connection>,
-                    managed: Option<&Arc<Managed>>,
-                    mut responder: Responder| {
+                    managed: Option<&Arc<SessionProcess>>,
+                    mut responder: RequestResponder| {
         let Some(managed) = managed else {
             return responder.send_error(ApiError::unknown_process(&params.process_id));
         };
@@ -319,14 +325,14 @@ pub(crate) fn read(call: Call<'_>, params: ReadParams) {
 }
 
 /// Marks a closed process as read to its end, if its own client has read all output.
-fn note_end(managed: &Managed, own: bool, result: &ReadResult) {
+fn note_end(managed: &SessionProcess, own: bool, result: &ReadResult) {
     let read = result.next_seq.saturating_sub(1);
     if own && result.closed && !managed.process.with_log(|log| log.has_output_after(read)) {
         managed.note_read_to_end();
     }
 }
 
-pub(crate) fn write(call: Call<'_>, params: WriteParams) {
+pub(crate) fn write(call: CheckedRequest<'_>, params: WriteParams) {
     if params.write_id.is_empty() {
         let error = ApiError::invalid_params("writeId must not be empty");
         return call.responder.send_error(error);
@@ -346,11 +352,11 @@ pub(crate) fn write(call: Call<'_>, params: WriteParams) {
     );
 }
 
-pub(crate) fn write_status(responder: Responder, status: WriteStatus) {
+pub(crate) fn write_status(responder: RequestResponder, status: WriteStatus) {
     responder.send(Ok(WriteResult { status }));
 }
 
-pub(crate) fn close_stdin(call: Call<'_>, params: CloseStdinParams) {
+pub(crate) fn close_stdin(call: CheckedRequest<'_>, params: CloseStdinParams) {
     with_process(
         call,
         &params.process_id,
@@ -361,7 +367,7 @@ pub(crate) fn close_stdin(call: Call<'_>, params: CloseStdinParams) {
     );
 }
 
-pub(crate) fn resize(call: Call<'_>, params: ResizeParams) {
+pub(crate) fn resize(call: CheckedRequest<'_>, params: ResizeParams) {
     let ResizeParams {
         process_id,
         rows,
@@ -391,16 +397,16 @@ pub(crate) fn resize(call: Call<'_>, params: ResizeParams) {
     });
 }
 
-pub(crate) fn signal(call: Call<'_>, params: SignalParams) {
+pub(crate) fn signal(call: CheckedRequest<'_>, params: SignalParams) {
     let signal = signals::named(params.signal);
     let scope = match params.scope.unwrap_or_default() {
-        SignalScope::Group => Scope::Group,
-        SignalScope::Leader => Scope::Leader,
-        SignalScope::Tree => Scope::Tree,
+        SignalScope::Group => SignalRecipients::Group,
+        SignalScope::Leader => SignalRecipients::Leader,
+        SignalScope::Tree => SignalRecipients::Tree,
     };
     let job = move |connection: Arc<Connection>,
-                    managed: Option<&Arc<Managed>>,
-                    responder: Responder| {
+                    managed: Option<&Arc<SessionProcess>>,
+                    responder: RequestResponder| {
         let Some(process) = managed.map(|managed| managed.process.clone()) else {
             return responder.send(Ok(Empty {}));
         };
@@ -415,10 +421,10 @@ pub(crate) fn signal(call: Call<'_>, params: SignalParams) {
 
 /// [`with_process`], or [`elsewhere`] if a session is named.
 fn in_session(
-    call: Call<'_>,
+    call: CheckedRequest<'_>,
     session_id: Option<&str>,
     process_id: &str,
-    job: impl FnOnce(Arc<Connection>, Option<&Arc<Managed>>, Responder) + Send + 'static,
+    job: impl FnOnce(Arc<Connection>, Option<&Arc<SessionProcess>>, RequestResponder) + Send + 'static,
 ) {
     match session_id {
         None => with_process(call, process_id, job),
@@ -429,10 +435,10 @@ fn in_session(
 /// Like [`with_process`], for a process of any session: a client that may run commands may also end
 /// any process, and a client with the scope to observe processes may observe all of them.
 fn elsewhere(
-    call: Call<'_>,
+    call: CheckedRequest<'_>,
     session_id: &str,
     process_id: &str,
-    job: impl FnOnce(Arc<Connection>, Option<&Arc<Managed>>, Responder) + Send + 'static,
+    job: impl FnOnce(Arc<Connection>, Option<&Arc<SessionProcess>>, RequestResponder) + Send + 'static,
 ) {
     match call.connection.server.session(session_id) {
         Some(session) => {
@@ -447,15 +453,17 @@ fn elsewhere(
     }
 }
 
-pub(crate) fn terminate(call: Call<'_>, params: TerminateParams) {
+pub(crate) fn terminate(call: CheckedRequest<'_>, params: TerminateParams) {
     let end = match params.mode.unwrap_or_default() {
-        TerminateMode::Force => End::Now,
-        TerminateMode::Graceful { timeout_ms } => End::Within(Duration::from_millis(timeout_ms)),
+        TerminateMode::Force => TerminationMethod::Now,
+        TerminateMode::Graceful { timeout_ms } => {
+            TerminationMethod::Within(Duration::from_millis(timeout_ms))
+        }
     };
     let wait = params.wait;
     let job = move |connection: Arc<Connection>,
-                    managed: Option<&Arc<Managed>>,
-                    mut responder: Responder| {
+                    managed: Option<&Arc<SessionProcess>>,
+                    mut responder: RequestResponder| {
         let Some(managed) = managed else {
             let nothing = wait.then(Vec::new);
             let result = TerminateResult {
@@ -495,11 +503,11 @@ pub(crate) fn terminate(call: Call<'_>, params: TerminateParams) {
     in_session(call, params.session_id.as_deref(), &params.process_id, job);
 }
 
-pub(crate) fn wait(call: Call<'_>, params: WaitParams) {
+pub(crate) fn wait(call: CheckedRequest<'_>, params: WaitParams) {
     let (id, session) = (params.process_id.clone(), params.session_id.clone());
     let job = move |connection: Arc<Connection>,
-                    managed: Option<&Arc<Managed>>,
-                    mut responder: Responder| {
+                    managed: Option<&Arc<SessionProcess>>,
+                    mut responder: RequestResponder| {
         let Some(managed) = managed else {
             return responder.send_error(ApiError::unknown_process(&params.process_id));
         };
@@ -535,15 +543,15 @@ pub(crate) fn wait(call: Call<'_>, params: WaitParams) {
     in_session(call, session.as_deref(), &id, job);
 }
 
-pub(crate) fn wait_for(call: Call<'_>, params: WaitForParams) {
+pub(crate) fn wait_for(call: CheckedRequest<'_>, params: WaitForParams) {
     let conditions = match Conditions::compile(&params.any) {
         Ok(conditions) => conditions,
         Err(error) => return call.responder.send_error(error.into()),
     };
     let (id, session) = (params.process_id.clone(), params.session_id.clone());
     let job = move |connection: Arc<Connection>,
-                    managed: Option<&Arc<Managed>>,
-                    mut responder: Responder| {
+                    managed: Option<&Arc<SessionProcess>>,
+                    mut responder: RequestResponder| {
         let Some(managed) = managed else {
             return responder.send_error(ApiError::unknown_process(&params.process_id));
         };
@@ -564,10 +572,10 @@ pub(crate) fn wait_for(call: Call<'_>, params: WaitForParams) {
     in_session(call, session.as_deref(), &id, job);
 }
 
-pub(crate) fn snapshot(call: Call<'_>, params: SnapshotParams) {
+pub(crate) fn snapshot(call: CheckedRequest<'_>, params: SnapshotParams) {
     let (id, session) = (params.process_id, params.session_id);
     let unknown = ApiError::unknown_process(&id);
-    let job = move |_, managed: Option<&Arc<Managed>>, responder: Responder| {
+    let job = move |_, managed: Option<&Arc<SessionProcess>>, responder: RequestResponder| {
         let Some(managed) = managed else {
             return responder.send_error(unknown);
         };
@@ -578,7 +586,7 @@ pub(crate) fn snapshot(call: Call<'_>, params: SnapshotParams) {
     in_session(call, session.as_deref(), &id, job);
 }
 
-pub(crate) fn list(call: Call<'_>, params: ListParams) {
+pub(crate) fn list(call: CheckedRequest<'_>, params: ListParams) {
     let session = call.session;
     let sessions = if params.all {
         call.connection.server.all_sessions()
@@ -598,7 +606,7 @@ pub(crate) fn list(call: Call<'_>, params: ListParams) {
     call.responder.send(Ok(ListResult { processes }));
 }
 
-fn listed_process(managed: &Managed, session_id: Option<String>) -> ListedProcess {
+fn listed_process(managed: &SessionProcess, session_id: Option<String>) -> ListedProcess {
     let process = &managed.process;
     let since = process
         .started_at()

@@ -8,22 +8,22 @@ use exec_server_sync::Mutex;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
-use super::fs::{Admitted, blocking, send};
+use super::fs::{AdmittedFileRequest, blocking, send};
 use crate::ApiError;
-use crate::connection::Responder;
+use crate::connection::RequestResponder;
 
 /// Concurrent searches of one connection; each one uses all cores.
 const MAX_RUNNING: usize = 4;
 
 /// The searches of one connection.
 #[derive(Debug)]
-pub(crate) struct Searches {
+pub(crate) struct ConnectionSearches {
     running: Semaphore,
     /// Cancelled when the session ends, and then replaced.
     session: Mutex<CancellationToken>,
 }
 
-impl Default for Searches {
+impl Default for ConnectionSearches {
     fn default() -> Self {
         Self {
             running: Semaphore::new(MAX_RUNNING),
@@ -32,7 +32,7 @@ impl Default for Searches {
     }
 }
 
-impl Searches {
+impl ConnectionSearches {
     /// Cancels running and waiting searches.
     pub(crate) fn cancel(&self) {
         let mut session = self.session.lock();
@@ -46,17 +46,17 @@ impl Searches {
 }
 
 /// Flag for the threads of a search; set on drop, when no response is needed any more.
-struct Interest(Arc<AtomicBool>);
+struct SearchCancelFlag(Arc<AtomicBool>);
 
-impl Drop for Interest {
+impl Drop for SearchCancelFlag {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
 }
 
 /// Runs a search when there is a free slot and memory for its response.
-pub(super) fn search(admitted: Admitted, mut responder: Responder) {
-    let Admitted {
+pub(super) fn search(admitted: AdmittedFileRequest, mut responder: RequestResponder) {
+    let AdmittedFileRequest {
         connection,
         files,
         request,
@@ -69,7 +69,7 @@ pub(super) fn search(admitted: Admitted, mut responder: Responder) {
             let _running = connection.searches.running.acquire().await;
             responder.reserve(MAX_SEARCH_REPLY_BYTES).await;
             // Dropped with this future when the connection or the session ends.
-            let interest = Interest(Arc::default());
+            let interest = SearchCancelFlag(Arc::default());
             let cancelled = Arc::clone(&interest.0);
             let stop = move || cancelled.load(Ordering::Relaxed);
             blocking(move || Ok(files.call(request, &stop)?)).await

@@ -6,17 +6,17 @@ use exec_server_protocol::method::Empty;
 use exec_server_protocol::session::{InitializeParams, InitializeResponse};
 
 use crate::ApiError;
-use crate::connection::{Connection, Phase, Responder};
-use crate::dispatch::Call;
+use crate::connection::{Connection, HandshakePhase, RequestResponder};
+use crate::dispatch::CheckedRequest;
 
 /// Opens a session or resumes one.
 pub(crate) fn initialize(
     connection: &Arc<Connection>,
-    phase: &mut Phase,
-    responder: Responder,
+    phase: &mut HandshakePhase,
+    responder: RequestResponder,
     params: &InitializeParams,
 ) {
-    if !matches!(phase, Phase::New) {
+    if !matches!(phase, HandshakePhase::New) {
         let message = "initialize may only be sent once per connection";
         return responder.send_error(ApiError::invalid_request(message));
     }
@@ -62,12 +62,12 @@ pub(crate) fn initialize(
     });
     // Called after the response was queued, so that notifications of resumed processes follow it.
     session.follow_all();
-    *phase = Phase::Initialized(session);
+    *phase = HandshakePhase::Initialized(session);
 }
 
 /// Ends the session now; the connection may initialize again.
-pub(crate) fn end(call: Call<'_>, phase: &mut Phase) {
-    *phase = Phase::New;
+pub(crate) fn end(call: CheckedRequest<'_>, phase: &mut HandshakePhase) {
+    *phase = HandshakePhase::New;
     call.connection.requests.cancel_all();
     call.connection.searches.cancel();
     call.connection.watches.end();

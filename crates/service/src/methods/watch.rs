@@ -7,55 +7,55 @@ use std::sync::{Arc, Weak};
 use std::task::{Wake, Waker};
 use std::time::Duration;
 
-use exec_server_executor::fs::watch::{Missing, Subscription};
-use exec_server_executor::sandbox::files::Intent;
+use exec_server_executor::fs::watch::{MissingPathWait, WatchSubscription};
+use exec_server_executor::sandbox::files::FileIntent;
 use exec_server_protocol::fs::{
     Changed, ChangedParams, MissingChanged, MissingChangedParams, UnwatchParams,
     WatchMissingParams, WatchMissingResult, WatchParams, WatchResult,
 };
 use exec_server_protocol::limits::{MAX_MISSING_PATHS, MAX_WATCH_ID_BYTES, MAX_WATCHES};
 use exec_server_protocol::method::Empty;
-use exec_server_protocol::{Notification as _, PathUri, envelope};
+use exec_server_protocol::{NotificationMethod as _, PathUri, envelope};
 use exec_server_sync::Mutex;
-use exec_server_transport::Outgoing;
+use exec_server_transport::LinkSender;
 use tokio_util::sync::CancellationToken;
 
 use super::fs::{admit, blocking};
 use crate::ApiError;
-use crate::connection::{Connection, Responder};
-use crate::dispatch::Call;
+use crate::connection::{Connection, RequestResponder};
+use crate::dispatch::CheckedRequest;
 use crate::follow;
-use crate::outbox::{Feed, Outbox, Reply};
+use crate::outbox::{NotificationSource, OutMessage, Outbox};
 
 /// Watches of one connection.
 #[derive(Debug, Default)]
-pub(crate) struct Watches {
+pub(crate) struct ConnectionWatches {
     /// Watches by the id that the client chose.
-    active: Mutex<HashMap<String, Watch>>,
-    missing: Mutex<MissingWatch>,
+    active: Mutex<HashMap<String, ConnectionWatch>>,
+    missing: Mutex<MissingPathsWatch>,
 }
 
 #[derive(Debug)]
-enum Watch {
+enum ConnectionWatch {
     /// The watch is being registered; setting the flag cancels that.
     Starting(Arc<AtomicBool>),
-    Told(Arc<Watcher>),
+    Told(Arc<WatchSender>),
 }
 
 /// The watch for missing paths; a connection has at most one.
 #[derive(Debug, Default)]
-struct MissingWatch {
+struct MissingPathsWatch {
     /// The largest id that was used.
     last: Option<u64>,
     /// Cancelled when another watch replaces it.
     current: CancellationToken,
 }
 
-impl Watches {
+impl ConnectionWatches {
     /// Ends all watches.
     pub(crate) fn end(&self) {
         let active = std::mem::take(&mut *self.active.lock());
-        active.into_values().for_each(Watch::end);
+        active.into_values().for_each(ConnectionWatch::end);
         self.missing.lock().current.cancel();
     }
 
@@ -70,19 +70,23 @@ impl Watches {
             let message = format!("at most {MAX_WATCHES} watches may be active per connection");
             return Err(ApiError::invalid_request(message));
         }
-        let watch = Watch::Starting(Arc::clone(cancelled));
+        let watch = ConnectionWatch::Starting(Arc::clone(cancelled));
         active.insert(watch_id.to_owned(), watch);
         Ok(())
     }
 
     /// Whether the id still belongs to the watch that reserved it.
-    fn holds(active: &HashMap<String, Watch>, watch_id: &str, cancelled: &Arc<AtomicBool>) -> bool {
+    fn holds(
+        active: &HashMap<String, ConnectionWatch>,
+        watch_id: &str,
+        cancelled: &Arc<AtomicBool>,
+    ) -> bool {
         matches!(active.get(watch_id),
-            Some(Watch::Starting(holder)) if Arc::ptr_eq(holder, cancelled))
+            Some(ConnectionWatch::Starting(holder)) if Arc::ptr_eq(holder, cancelled))
     }
 }
 
-impl Watch {
+impl ConnectionWatch {
     fn end(self) {
         match self {
             Self::Starting(cancelled) => cancelled.store(true, Ordering::Relaxed),
@@ -93,10 +97,10 @@ impl Watch {
 
 /// Sends the changes of one watch to one connection.
 #[derive(Debug)]
-struct Watcher {
+struct WatchSender {
     watch_id: String,
     /// `None` once the watch has ended.
-    subscription: Mutex<Option<Subscription>>,
+    subscription: Mutex<Option<WatchSubscription>>,
     /// Whether the watcher is in the ready list or is about to be pulled.
     queued: AtomicBool,
     outbox: Weak<Outbox>,
@@ -104,9 +108,9 @@ struct Watcher {
 
 /// Wakes a watcher through a weak reference: the subscription owns this waker and belongs to the
 /// watcher, so a strong one would be a cycle.
-struct Bell(Weak<Watcher>);
+struct WatchWaker(Weak<WatchSender>);
 
-impl Wake for Bell {
+impl Wake for WatchWaker {
     fn wake(self: Arc<Self>) {
         if let Some(watcher) = self.0.upgrade() {
             watcher.ready();
@@ -114,7 +118,7 @@ impl Wake for Bell {
     }
 }
 
-impl Watcher {
+impl WatchSender {
     fn ready(self: Arc<Self>) {
         if !self.queued.swap(true, Ordering::AcqRel)
             && let Some(outbox) = self.outbox.upgrade()
@@ -129,10 +133,10 @@ impl Watcher {
     }
 }
 
-impl Feed for Watcher {
-    fn pull(self: Arc<Self>, outgoing: &mut Outgoing) -> bool {
+impl NotificationSource for WatchSender {
+    fn pull(self: Arc<Self>, outgoing: &mut LinkSender) -> bool {
         self.queued.store(false, Ordering::Release);
-        let waker = Waker::from(Arc::new(Bell(Arc::downgrade(&self))));
+        let waker = Waker::from(Arc::new(WatchWaker(Arc::downgrade(&self))));
         let batch = {
             let subscription = self.subscription.lock();
             subscription.as_ref().and_then(|one| one.take(&waker))
@@ -150,9 +154,9 @@ impl Feed for Watcher {
     }
 }
 
-pub(crate) fn watch(call: Call<'_>, mut params: WatchParams) {
+pub(crate) fn watch(call: CheckedRequest<'_>, mut params: WatchParams) {
     let cancelled: Arc<AtomicBool> = Arc::default();
-    let admitted = admit(&call, &params.path, &mut params.sandbox, Intent::Read);
+    let admitted = admit(&call, &params.path, &mut params.sandbox, FileIntent::Read);
     let admitted = admitted.and_then(|(path, files)| {
         files.check_watchable()?;
         check(&params)?;
@@ -186,7 +190,7 @@ pub(crate) fn watch(call: Call<'_>, mut params: WatchParams) {
             Ok(subscription) => begin(&connection, watch_id, subscription, &cancelled, responder),
             Err(error) => {
                 let mut active = connection.watches.active.lock();
-                if Watches::holds(&active, &watch_id, &cancelled) {
+                if ConnectionWatches::holds(&active, &watch_id, &cancelled) {
                     active.remove(&watch_id);
                 }
                 drop(active);
@@ -200,23 +204,23 @@ pub(crate) fn watch(call: Call<'_>, mut params: WatchParams) {
 fn begin(
     connection: &Arc<Connection>,
     watch_id: String,
-    subscription: Subscription,
+    subscription: WatchSubscription,
     cancelled: &Arc<AtomicBool>,
-    responder: Responder,
+    responder: RequestResponder,
 ) {
     let path = match PathUri::from_native(subscription.root()) {
         Ok(path) => path,
         Err(error) => return responder.send_error(ApiError::internal(error.to_string())),
     };
-    let watcher = Arc::new(Watcher {
+    let watcher = Arc::new(WatchSender {
         watch_id: watch_id.clone(),
         subscription: Mutex::new(Some(subscription)),
         queued: AtomicBool::new(false),
         outbox: Arc::downgrade(&connection.outbox),
     });
     let mut active = connection.watches.active.lock();
-    if Watches::holds(&active, &watch_id, cancelled) {
-        active.insert(watch_id, Watch::Told(Arc::clone(&watcher)));
+    if ConnectionWatches::holds(&active, &watch_id, cancelled) {
+        active.insert(watch_id, ConnectionWatch::Told(Arc::clone(&watcher)));
         drop(active);
         responder.send(Ok(WatchResult { path }));
         watcher.ready();
@@ -235,7 +239,7 @@ fn check(params: &WatchParams) -> Result<(), ApiError> {
     Ok(())
 }
 
-pub(crate) fn unwatch(call: Call<'_>, params: UnwatchParams) {
+pub(crate) fn unwatch(call: CheckedRequest<'_>, params: UnwatchParams) {
     let watch = call
         .connection
         .watches
@@ -248,7 +252,7 @@ pub(crate) fn unwatch(call: Call<'_>, params: UnwatchParams) {
     call.responder.send(Ok(Empty {}));
 }
 
-pub(crate) fn watch_missing(call: Call<'_>, params: WatchMissingParams) {
+pub(crate) fn watch_missing(call: CheckedRequest<'_>, params: WatchMissingParams) {
     let WatchMissingParams {
         watch_id,
         missing,
@@ -275,7 +279,7 @@ pub(crate) fn watch_missing(call: Call<'_>, params: WatchMissingParams) {
     let responder = call.responder;
     call.connection.spawn(async move {
         let started = tokio::select! {
-            started = blocking(move || Ok(Missing::start(missing, present)?)) => started,
+            started = blocking(move || Ok(MissingPathWait::start(missing, present)?)) => started,
             // Another watch has replaced this one, which will send no notification.
             () = current.cancelled() => Ok(None),
         };
@@ -323,7 +327,7 @@ fn tell_missing(outbox: &Outbox, watch_id: u64) {
     let params = MissingChangedParams { watch_id };
     let encoded = envelope::encode_notification(&mut message, MissingChanged::NAME, &params);
     debug_assert!(encoded.is_ok(), "a number always serialises");
-    outbox.push(Reply {
+    outbox.push(OutMessage {
         message,
         _reserved: None,
     });

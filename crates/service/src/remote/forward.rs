@@ -11,16 +11,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use exec_server_transport::frame::close_code;
-use exec_server_transport::keepalive::{Action, Keepalive, KeepaliveConfig};
+use exec_server_transport::keepalive::{Keepalive, KeepaliveAction, KeepaliveConfig};
 use exec_server_transport::relay::RelayStream;
 use exec_server_transport::{
-    ConnectError, ConnectOptions, Incoming, Link, LinkError, Outgoing, RawEvent, connect, stdio,
+    ConnectError, ConnectOptions, Link, LinkError, LinkReceiver, LinkSender, RawEvent, connect,
+    stdio,
 };
 use tokio::process::{Child, Command};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::{RemoteEnvironmentConfig, RemoteEnvironmentError, Status, attend};
+use super::{RemoteEnvironmentConfig, RemoteEnvironmentError, RemoteStatus, attend};
 
 /// How long a command may take to exit after its stream has ended.
 const COMMAND_GRACE: Duration = Duration::from_secs(5);
@@ -28,7 +29,7 @@ const COMMAND_GRACE: Duration = Duration::from_secs(5);
 /// An existing server that streams are forwarded to.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub enum Destination {
+pub enum ForwardDestination {
     /// The server at a URL: `ws://`, `wss://` or `unix://`.
     Url {
         /// The URL.
@@ -47,15 +48,15 @@ pub enum Destination {
 
 /// Why a destination cannot be reached.
 #[derive(Debug, thiserror::Error)]
-enum DestinationError {
+enum ForwardDestinationError {
     #[error(transparent)]
     Connect(#[from] ConnectError),
     #[error("cannot start `{program}`: {source}")]
     Command { program: String, source: io::Error },
 }
 
-impl Destination {
-    async fn open(&self) -> Result<(Link, Option<Child>), DestinationError> {
+impl ForwardDestination {
+    async fn open(&self) -> Result<(Link, Option<Child>), ForwardDestinationError> {
         match self {
             Self::Url { url, options } => Ok((connect(url, options).await?, None)),
             Self::Command { argv, environment } => {
@@ -69,7 +70,7 @@ impl Destination {
                     .envs(environment)
                     .stderr(Stdio::inherit());
                 let (link, child) =
-                    stdio::spawn(command).map_err(|source| DestinationError::Command {
+                    stdio::spawn(command).map_err(|source| ForwardDestinationError::Command {
                         program: program.to_owned(),
                         source,
                     })?;
@@ -91,8 +92,8 @@ impl Destination {
 /// As [`run_remote_environment`](super::run_remote_environment).
 pub async fn forward(
     config: RemoteEnvironmentConfig,
-    destination: Destination,
-    status: watch::Sender<Status>,
+    destination: ForwardDestination,
+    status: watch::Sender<RemoteStatus>,
     stop: CancellationToken,
 ) -> Result<(), RemoteEnvironmentError> {
     let destination = Arc::new(destination);
@@ -131,7 +132,7 @@ async fn splice(stream: Link, destination: Link) -> Result<(), LinkError> {
     let (ping, pings) = mpsc::channel(1);
     let heard = AtomicBool::new(false);
     let pinging = destination.has_pings();
-    let there = To {
+    let there = ToDestination {
         outgoing: destination.outgoing,
         text: pinging,
         keepalive: pinging.then(|| Keepalive::new(KeepaliveConfig::default(), Instant::now())),
@@ -145,8 +146,8 @@ async fn splice(stream: Link, destination: Link) -> Result<(), LinkError> {
 }
 
 /// The direction from a stream to its destination.
-struct To<'a> {
-    outgoing: Outgoing,
+struct ToDestination<'a> {
+    outgoing: LinkSender,
     /// Whether messages are websocket messages; otherwise they are lines.
     text: bool,
     keepalive: Option<Keepalive>,
@@ -155,8 +156,8 @@ struct To<'a> {
     heard: &'a AtomicBool,
 }
 
-impl To<'_> {
-    async fn carry(mut self, mut incoming: Incoming) -> Result<(), LinkError> {
+impl ToDestination<'_> {
+    async fn carry(mut self, mut incoming: LinkReceiver) -> Result<(), LinkError> {
         loop {
             let wake = match self.keep_alive()? {
                 Some(wake) => wake,
@@ -201,12 +202,12 @@ impl To<'_> {
             keepalive.heard(now);
         }
         match keepalive.poll(now) {
-            Action::Wait(until) => Ok(Some(until)),
-            Action::Ping => {
+            KeepaliveAction::Wait(until) => Ok(Some(until)),
+            KeepaliveAction::Ping => {
                 self.outgoing.push_ping();
                 Ok(Some(now))
             }
-            Action::GiveUp => Err(io::Error::from(io::ErrorKind::TimedOut).into()),
+            KeepaliveAction::GiveUp => Err(io::Error::from(io::ErrorKind::TimedOut).into()),
         }
     }
 }
@@ -222,8 +223,8 @@ fn without_line_ends(message: &[u8]) -> Vec<u8> {
 }
 
 async fn carry_back(
-    mut incoming: Incoming,
-    mut outgoing: Outgoing,
+    mut incoming: LinkReceiver,
+    mut outgoing: LinkSender,
     ping: &mpsc::Sender<Vec<u8>>,
     heard: &AtomicBool,
 ) -> Result<(), LinkError> {
@@ -251,16 +252,16 @@ mod tests {
     use std::task::{Context, Poll};
 
     use bytes::Bytes;
-    use exec_server_transport::link::{Sink, Source};
+    use exec_server_transport::link::{MessageSink, MessageSource};
 
     use super::*;
 
-    async fn say(link: &mut Outgoing, text: &[u8]) {
+    async fn say(link: &mut LinkSender, text: &[u8]) {
         link.push_message(text.len(), |out| out.extend_from_slice(text));
         link.flush().await.unwrap();
     }
 
-    async fn hear(link: &mut Incoming) -> Option<Vec<u8>> {
+    async fn hear(link: &mut LinkReceiver) -> Option<Vec<u8>> {
         match link.recv_raw().await.unwrap()? {
             RawEvent::Message { bytes, .. } => Some(bytes.to_vec()),
             other => panic!("{other:?}"),
@@ -269,7 +270,7 @@ mod tests {
 
     struct FromChannel(mpsc::UnboundedReceiver<Bytes>);
 
-    impl Source for FromChannel {
+    impl MessageSource for FromChannel {
         fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
             self.0.poll_recv(cx)
         }
@@ -277,7 +278,7 @@ mod tests {
 
     struct ToChannel(mpsc::UnboundedSender<Bytes>);
 
-    impl Sink for ToChannel {
+    impl MessageSink for ToChannel {
         fn poll_send(
             &mut self,
             _: &mut Context<'_>,
@@ -330,14 +331,17 @@ mod tests {
 
     #[tokio::test]
     async fn splice_answers_pings_of_the_destination() {
-        use exec_server_transport::frame::Role;
+        use exec_server_transport::frame::WebsocketRole;
         let (harness, stream) = streams();
         let (client, server) = tokio::io::duplex(1 << 16);
-        let [client, mut server] =
-            [(client, Role::Client), (server, Role::Server)].map(|(end, role)| {
-                let (reader, writer) = tokio::io::split(end);
-                Link::websocket(role, reader, writer, Vec::new())
-            });
+        let [client, mut server] = [
+            (client, WebsocketRole::Client),
+            (server, WebsocketRole::Server),
+        ]
+        .map(|(end, role)| {
+            let (reader, writer) = tokio::io::split(end);
+            Link::websocket(role, reader, writer, Vec::new())
+        });
         let splicing = tokio::spawn(splice(stream, client));
         server.outgoing.push_ping();
         server.outgoing.flush().await.unwrap();

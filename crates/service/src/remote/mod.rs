@@ -24,21 +24,21 @@ use std::time::Duration;
 
 use exec_server_relay::noise;
 use exec_server_relay::registry::RegisterResponse;
-use exec_server_relay::{ExecutorConfig, Limits, Reason};
+use exec_server_relay::{EndReason, EndpointLimits, RelayExecutorConfig};
 use exec_server_sync::{Mutex, MutexGuard};
 use exec_server_transport::ConnectError;
 use exec_server_transport::registry::auth::CredentialError;
 use exec_server_transport::registry::{Registry, RegistryError, RegistryOptions};
-use exec_server_transport::relay::{self, Attachment, DialError, RelayStream};
+use exec_server_transport::relay::{self, ExecutorAttachment, RelayDialError, RelayStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::auth::{Identity, Proof};
+use crate::auth::{AuthMethod, ClientIdentity};
 use crate::config::ExecServerConfig;
-use crate::server::{Lifetime, Server};
+use crate::server::{ExecServer, SessionLifetime};
 
-pub use forward::{Destination, forward};
+pub use forward::{ForwardDestination, forward};
 pub use validate::ValidationPolicy;
 use validate::Validator;
 
@@ -62,9 +62,9 @@ pub struct RemoteEnvironmentConfig {
     pub registry: RegistryOptions,
     /// The keys that identify this environment to harnesses; see
     /// [`exec_server_transport::identity::load_or_create`].
-    pub identity: noise::Identity,
+    pub identity: noise::StaticKeys,
     /// Limits of each stream.
-    pub limits: Limits,
+    pub limits: EndpointLimits,
     /// How long a validation of a harness by the registry stays valid.
     pub validation: ValidationPolicy,
     /// Configuration of the server behind the streams; [`forward()`] does not use it.
@@ -77,7 +77,7 @@ impl RemoteEnvironmentConfig {
         registry_url: impl Into<String>,
         environment_id: impl Into<String>,
         registry: RegistryOptions,
-        identity: noise::Identity,
+        identity: noise::StaticKeys,
     ) -> Self {
         Self {
             registry_url: registry_url.into(),
@@ -85,7 +85,7 @@ impl RemoteEnvironmentConfig {
             name: None,
             registry,
             identity,
-            limits: Limits::default(),
+            limits: EndpointLimits::default(),
             validation: ValidationPolicy::default(),
             server: ExecServerConfig::default(),
         }
@@ -110,12 +110,12 @@ pub enum RemoteEnvironmentError {
     Server(#[from] io::Error),
     /// The relay driver has failed permanently.
     #[error("cannot reach the rendezvous server")]
-    Dial(#[source] DialError),
+    Dial(#[source] RelayDialError),
 }
 
 /// State of the connection between an environment and its rendezvous server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Status {
+pub enum RemoteStatus {
     /// Not connected: harnesses cannot reach the environment.
     Connecting,
     /// Connected: harnesses can reach the environment.
@@ -144,8 +144,13 @@ pub enum Status {
 pub async fn run_remote_environment(
     config: RemoteEnvironmentConfig,
 ) -> Result<(), RemoteEnvironmentError> {
-    let server = Server::new(config.server.clone())?;
-    let outcome = serve(&server, config, watch::Sender::new(Status::Connecting)).await;
+    let server = ExecServer::new(config.server.clone())?;
+    let outcome = serve(
+        &server,
+        config,
+        watch::Sender::new(RemoteStatus::Connecting),
+    )
+    .await;
     server.shut_down().await;
     outcome
 }
@@ -158,23 +163,23 @@ pub async fn run_remote_environment(
 ///
 /// As [`run_remote_environment`].
 pub async fn serve(
-    server: &Server,
+    server: &ExecServer,
     config: RemoteEnvironmentConfig,
-    status: watch::Sender<Status>,
+    status: watch::Sender<RemoteStatus>,
 ) -> Result<(), RemoteEnvironmentError> {
     let stop = server.ended().clone();
     attend(config, status, stop, |stream: RelayStream| {
-        let identity = Identity {
+        let identity = ClientIdentity {
             name: match &stream.harness {
                 // A session belongs to the key that opened it: another harness cannot resume it.
                 Some(key) => format!("harness {}", key.fingerprint()).into(),
                 None => "harness".into(),
             },
-            proof: Proof::Harness,
-            ..Identity::anyone()
+            proof: AuthMethod::Harness,
+            ..ClientIdentity::anyone()
         };
         let name = format!("relay stream {}", stream.stream_id);
-        server.serve_as(stream.link, name, Lifetime::Resumable, identity)
+        server.serve_as(stream.link, name, SessionLifetime::Resumable, identity)
     })
     .await
 }
@@ -185,7 +190,7 @@ pub async fn serve(
 /// A stream has ended when its handler has returned and all its data has been sent.
 async fn attend<H, HF>(
     config: RemoteEnvironmentConfig,
-    status: watch::Sender<Status>,
+    status: watch::Sender<RemoteStatus>,
     stop: CancellationToken,
     handle: H,
 ) -> Result<(), RemoteEnvironmentError>
@@ -203,7 +208,7 @@ where
             });
         }
     };
-    let desk = Arc::new(Desk {
+    let desk = Arc::new(EnvironmentRegistration {
         validator: Validator::new(Arc::clone(&registry), config.validation),
         registry,
         identity: config.identity.clone(),
@@ -213,7 +218,7 @@ where
         status,
     });
     let (accepted, mut streams) = mpsc::channel(config.limits.streams.max(1));
-    let executor = ExecutorConfig {
+    let executor = RelayExecutorConfig {
         environment_id: environment_id.clone(),
         // The first socket sets this before the first handshake.
         registration_id: String::new(),
@@ -232,7 +237,7 @@ where
         move |ask| {
             let desk = Arc::clone(&desk);
             async move {
-                let registration = desk.current().ok_or(Reason::ValidationUnavailable)?;
+                let registration = desk.current().ok_or(EndReason::ValidationUnavailable)?;
                 let id = &registration.executor_registration_id;
                 desk.validator.admit(&ask, id).await
             }
@@ -254,7 +259,7 @@ where
             () = &mut farewell => return Ok(()),
             error = &mut driver => return Err(match error.source.downcast() {
                 Ok(source) => RemoteEnvironmentError::Registry { environment_id, source: *source },
-                Err(source) => RemoteEnvironmentError::Dial(DialError::fatal(source)),
+                Err(source) => RemoteEnvironmentError::Dial(RelayDialError::fatal(source)),
             }),
             Some(stream) = streams.recv() => {
                 let desk = Arc::clone(&desk);
@@ -262,7 +267,7 @@ where
                 let handled = handle(stream);
                 tasks.spawn(async move {
                     let ((), reason) = tokio::join!(handled, ended);
-                    if let (Reason::AuthorizationRevoked, Some(harness)) = (reason, harness) {
+                    if let (EndReason::AuthorizationRevoked, Some(harness)) = (reason, harness) {
                         // The cached validation of this harness is no longer valid.
                         desk.validator.forget(&harness);
                     }
@@ -274,19 +279,19 @@ where
 }
 
 /// Registration of the environment and source of its websocket connections.
-struct Desk {
+struct EnvironmentRegistration {
     registry: Arc<Registry>,
     validator: Validator,
-    identity: noise::Identity,
+    identity: noise::StaticKeys,
     name: Option<String>,
     /// The current registration, until the rendezvous server rejects it.
     registration: Mutex<Option<RegisterResponse>>,
     /// Whether a registration has succeeded before.
     registered: AtomicBool,
-    status: watch::Sender<Status>,
+    status: watch::Sender<RemoteStatus>,
 }
 
-impl Desk {
+impl EnvironmentRegistration {
     fn lock(&self) -> MutexGuard<'_, Option<RegisterResponse>> {
         self.registration.lock()
     }
@@ -296,8 +301,8 @@ impl Desk {
     }
 
     /// Opens one websocket; the driver waits between attempts.
-    async fn dial(&self) -> Result<Attachment, DialError> {
-        self.status.send_replace(Status::Connecting);
+    async fn dial(&self) -> Result<ExecutorAttachment, RelayDialError> {
+        self.status.send_replace(RemoteStatus::Connecting);
         loop {
             let (registration, fresh) = match self.current() {
                 Some(registration) => (registration, false),
@@ -311,8 +316,8 @@ impl Desk {
                         registry = self.registry.name(),
                         "attached to the rendezvous server"
                     );
-                    self.status.send_replace(Status::Attached);
-                    return Ok(Attachment {
+                    self.status.send_replace(RemoteStatus::Attached);
+                    return Ok(ExecutorAttachment {
                         link,
                         registration_id: registration.executor_registration_id,
                     });
@@ -332,13 +337,13 @@ impl Desk {
                         }
                     }
                     tracing::warn!(%error, "cannot connect to the rendezvous server; trying again");
-                    return Err(DialError::passing(error));
+                    return Err(RelayDialError::passing(error));
                 }
             }
         }
     }
 
-    async fn register(&self) -> Result<RegisterResponse, DialError> {
+    async fn register(&self) -> Result<RegisterResponse, RelayDialError> {
         let key = self.identity.public_key();
         match self.registry.register(key, self.name.as_deref()).await {
             Ok(registration) => {
@@ -358,10 +363,10 @@ impl Desk {
                 // is present. A server that has worked before retries instead, because ending it
                 // would kill its processes.
                 if !passing && !self.registered.load(Ordering::Relaxed) {
-                    return Err(DialError::fatal(error));
+                    return Err(RelayDialError::fatal(error));
                 }
                 tracing::error!(%error, "cannot register; trying again");
-                Err(DialError::passing(error))
+                Err(RelayDialError::passing(error))
             }
         }
     }

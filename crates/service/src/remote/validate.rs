@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use exec_server_relay::Reason;
+use exec_server_relay::EndReason;
 use exec_server_relay::keys::PublicKey;
 use exec_server_sync::Mutex;
 use exec_server_transport::registry::{Registry, RegistryError};
-use exec_server_transport::relay::Ask;
+use exec_server_transport::relay::StreamRequest;
 
 /// Approved harnesses that are cached; the one with the oldest approval is evicted first.
 const MAX_REMEMBERED: usize = 1024;
@@ -47,7 +47,7 @@ impl Default for ValidationPolicy {
 pub(super) struct Validator {
     registry: Arc<Registry>,
     policy: ValidationPolicy,
-    approved: Mutex<Approved>,
+    approved: Mutex<ApprovalCache>,
 }
 
 impl Validator {
@@ -60,7 +60,11 @@ impl Validator {
     }
 
     /// Checks whether a harness is admitted; returns the reason if it is not.
-    pub(super) async fn admit(&self, ask: &Ask, registration_id: &str) -> Result<(), Reason> {
+    pub(super) async fn admit(
+        &self,
+        ask: &StreamRequest,
+        registration_id: &str,
+    ) -> Result<(), EndReason> {
         let age = self.approved.lock().age(&ask.harness, Instant::now());
         if age.is_some_and(|age| age < self.policy.cache) {
             return Ok(());
@@ -77,23 +81,23 @@ impl Validator {
             }
             Ok(Ok(false)) => {
                 self.forget(&ask.harness);
-                return Err(Reason::AuthorizationRefused);
+                return Err(EndReason::AuthorizationRefused);
             }
             Ok(Err(error @ RegistryError::Auth { status: 401, .. })) => {
                 // The registry rejected this executor's own credentials: no harness can be admitted
                 // until they are renewed.
                 tracing::error!(%error, "cannot validate a harness");
-                return Err(Reason::ExecutorRejected);
+                return Err(EndReason::ExecutorRejected);
             }
             Ok(Err(error)) if !error.is_outage() => {
                 // Not an outage: the registry responds, but has not approved the harness.
                 tracing::error!(%error, "cannot validate a harness");
-                return Err(Reason::ValidationUnavailable);
+                return Err(EndReason::ValidationUnavailable);
             }
-            Ok(Err(RegistryError::Timeout { .. })) | Err(_) => Reason::ValidationTimeout,
+            Ok(Err(RegistryError::Timeout { .. })) | Err(_) => EndReason::ValidationTimeout,
             Ok(Err(error)) => {
                 tracing::warn!(%error, "cannot validate a harness");
-                Reason::ValidationUnavailable
+                EndReason::ValidationUnavailable
             }
         };
         if trusted {
@@ -110,7 +114,7 @@ impl Validator {
     /// future.
     async fn ask(
         &self,
-        ask: &Ask,
+        ask: &StreamRequest,
         registration_id: &str,
         again: bool,
     ) -> Result<bool, RegistryError> {
@@ -141,11 +145,11 @@ impl Validator {
 
 /// Approved harnesses, with the time of the approval.
 #[derive(Debug, Default)]
-struct Approved {
+struct ApprovalCache {
     since: BTreeMap<PublicKey, Instant>,
 }
 
-impl Approved {
+impl ApprovalCache {
     fn age(&self, harness: &PublicKey, now: Instant) -> Option<Duration> {
         let since = self.since.get(harness)?;
         Some(now.saturating_duration_since(*since))
@@ -169,7 +173,7 @@ impl Approved {
 #[cfg(test)]
 mod tests {
     use exec_server_relay::keys::{Authorization, MLKEM768_BYTES};
-    use exec_server_transport::http::{Kind, read_head};
+    use exec_server_transport::http::{HeadKind, read_head};
     use exec_server_transport::registry::RegistryOptions;
     use exec_server_transport::registry::auth::RegistryAuth;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -182,8 +186,8 @@ mod tests {
         PublicKey::new([n; 32], &[n; MLKEM768_BYTES]).unwrap()
     }
 
-    fn ask(n: u8) -> Ask {
-        Ask {
+    fn ask(n: u8) -> StreamRequest {
+        StreamRequest {
             stream_id: "s".into(),
             harness: key(n),
             authorization: Authorization::new("a").unwrap(),
@@ -200,7 +204,7 @@ mod tests {
         tokio::spawn(async move {
             for (status, body) in answers {
                 let (mut stream, _) = listener.accept().await.unwrap();
-                let mut head = read_head(&mut stream, Kind::Request).await.unwrap();
+                let mut head = read_head(&mut stream, HeadKind::Request).await.unwrap();
                 let length: usize = head.header("content-length").unwrap().parse().unwrap();
                 while head.rest.len() < length {
                     stream.read_buf(&mut head.rest).await.unwrap();
@@ -234,7 +238,7 @@ mod tests {
         validator.admit(&ask(2), "r").await.unwrap();
         validator.forget(&key(1));
         let refused = validator.admit(&ask(1), "r").await;
-        assert_eq!(refused, Err(Reason::AuthorizationRefused));
+        assert_eq!(refused, Err(EndReason::AuthorizationRefused));
         for _ in 0..3 {
             asked.recv().await.unwrap();
         }
@@ -252,7 +256,7 @@ mod tests {
         validator.admit(&ask(2), "r").await.unwrap();
         // A refusal removes the approval.
         let refused = validator.admit(&ask(1), "r").await;
-        assert_eq!(refused, Err(Reason::AuthorizationRefused));
+        assert_eq!(refused, Err(EndReason::AuthorizationRefused));
         for _ in 0..5 {
             asked.recv().await.unwrap();
         }
@@ -275,7 +279,7 @@ mod tests {
         let validator = validator(registry, Duration::ZERO);
         assert_eq!(
             validator.admit(&ask(1), "r").await,
-            Err(Reason::ValidationTimeout)
+            Err(EndReason::ValidationTimeout)
         );
     }
 
@@ -284,14 +288,17 @@ mod tests {
         let (registry, _asked) = scripted(vec![YES, (403, ""), (401, "")]).await;
         let validator = validator(registry, Duration::ZERO);
         validator.admit(&ask(1), "r").await.unwrap();
-        for reason in [Reason::ValidationUnavailable, Reason::ExecutorRejected] {
+        for reason in [
+            EndReason::ValidationUnavailable,
+            EndReason::ExecutorRejected,
+        ] {
             assert_eq!(validator.admit(&ask(1), "r").await, Err(reason));
         }
     }
 
     #[test]
     fn approvals_are_bounded_and_the_oldest_is_evicted() {
-        let mut approved = Approved::default();
+        let mut approved = ApprovalCache::default();
         let start = Instant::now();
         let key = |n: usize| {
             let mut bytes = [0; 32];

@@ -12,35 +12,36 @@ use std::str::FromStr as _;
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
 /// A rule's name, the files and folders that it does not apply to, and what it finds.
-struct Rule {
+struct BanRule {
     name: &'static str,
     homes: &'static [&'static str],
-    bans: fn(&Use) -> bool,
+    bans: fn(&BannedUse) -> bool,
 }
 
-const RULES: &[Rule] = &[
+const RULES: &[BanRule] = &[
     // Error codes of the wire: named constants, and numbers that are written out.
-    Rule {
+    BanRule {
         name: "codes",
         homes: &["crates/protocol/src/codes.rs", "crates/engine/src/error.rs"],
         bans: |found| match found {
-            Use::Path(path) => {
+            BannedUse::Path(path) => {
                 path.iter()
                     .rev()
                     .nth(1)
                     .is_some_and(|parent| parent == "codes")
                     && is_constant(path)
             }
-            Use::Negative(number) => (32_000..=32_768).contains(number),
-            Use::Method(_) => false,
+            BannedUse::Negative(number) => (32_000..=32_768).contains(number),
+            BannedUse::Method(_) => false,
         },
     },
     // The environment of the process: settings are resolved once.
-    Rule {
+    BanRule {
         name: "env",
         homes: &["crates/exec-server/src/cli/settings.rs"],
         bans: |found| match found {
-            Use::Path(path) => match &path.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+            BannedUse::Path(path) => match &path.iter().map(String::as_str).collect::<Vec<_>>()[..]
+            {
                 ["std", "env", function] => ENVIRONMENT.contains(function),
                 _ => false,
             },
@@ -48,11 +49,12 @@ const RULES: &[Rule] = &[
         },
     },
     // The file system.
-    Rule {
+    BanRule {
         name: "fs",
         homes: &["crates/executor/src/fs/", "crates/sys/src/"],
         bans: |found| match found {
-            Use::Path(path) => match &path.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+            BannedUse::Path(path) => match &path.iter().map(String::as_str).collect::<Vec<_>>()[..]
+            {
                 ["std" | "tokio", "fs", .., function] | ["std", "os", "unix", "fs", function] => {
                     // Types in signatures are not counted, nor is the conversion of an open descriptor.
                     function.starts_with(|first: char| first.is_lowercase()) && *function != "from"
@@ -60,8 +62,8 @@ const RULES: &[Rule] = &[
                 ["std", "path", _, function] => PATH_METHODS.contains(function),
                 _ => false,
             },
-            Use::Method(name) => PATH_METHODS.contains(&name.as_str()),
-            Use::Negative(_) => false,
+            BannedUse::Method(name) => PATH_METHODS.contains(&name.as_str()),
+            BannedUse::Negative(_) => false,
         },
     },
 ];
@@ -94,7 +96,7 @@ const PATH_METHODS: &[&str] = &[
 ];
 
 /// Something that a rule may ban.
-enum Use {
+enum BannedUse {
     /// A path as if no name had been imported.
     Path(Vec<String>),
     /// A call of a method without arguments.
@@ -104,9 +106,9 @@ enum Use {
 }
 
 /// Lines in which a file breaks a rule, by rule and file.
-type Found = BTreeMap<(String, String), Vec<usize>>;
+type FoundUses = BTreeMap<(String, String), Vec<usize>>;
 /// How often it may, by rule and file.
-type Table = BTreeMap<(String, String), usize>;
+type AllowedUses = BTreeMap<(String, String), usize>;
 
 #[test]
 fn files_use_banned_functions_no_more_often_than_the_table_allows() {
@@ -151,7 +153,7 @@ fn scanner_resolves_imports_and_skips_comments_strings_and_tests() {
         use std::fs::write;
         fn after() { tokio::fs::write("x").await; }
     "##;
-    let mut found = Found::new();
+    let mut found = FoundUses::new();
     scan(source, "x.rs", &mut found);
     let lines = |rule: &str| found[&(rule.to_owned(), "x.rs".to_owned())].clone();
     assert_eq!(lines("env"), [7]);
@@ -162,7 +164,7 @@ fn scanner_resolves_imports_and_skips_comments_strings_and_tests() {
 #[test]
 fn comparison_reports_counts_above_and_below_the_table_and_lowering_refuses_a_higher_sum() {
     let key = |file: &str| ("fs".to_owned(), file.to_owned());
-    let found = Found::from([(key("a.rs"), vec![1, 2]), (key("b.rs"), vec![7])]);
+    let found = FoundUses::from([(key("a.rs"), vec![1, 2]), (key("b.rs"), vec![7])]);
     let text = "# kept\nfs a.rs 2\nfs b.rs 1\n";
     assert_eq!(compare(&found, &parse(text)), Vec::<String>::new());
     assert_eq!(lower(text, &found, &parse(text)).as_deref(), Ok(text));
@@ -188,7 +190,7 @@ fn comparison_reports_counts_above_and_below_the_table_and_lowering_refuses_a_hi
 }
 
 /// What is wrong with the uses that were found.
-fn compare(found: &Found, table: &Table) -> Vec<String> {
+fn compare(found: &FoundUses, table: &AllowedUses) -> Vec<String> {
     let mut wrong = Vec::new();
     for ((rule, file), lines) in found {
         let allowed = table
@@ -215,8 +217,8 @@ fn compare(found: &Found, table: &Table) -> Vec<String> {
     wrong
 }
 
-fn parse(text: &str) -> Table {
-    let mut table = Table::new();
+fn parse(text: &str) -> AllowedUses {
+    let mut table = AllowedUses::new();
     for line in text
         .lines()
         .filter(|line| !line.starts_with('#') && !line.is_empty())
@@ -234,7 +236,7 @@ fn parse(text: &str) -> Table {
 }
 
 /// The table with today's counts, unless the sum of a rule has risen.
-fn lower(text: &str, found: &Found, table: &Table) -> Result<String, String> {
+fn lower(text: &str, found: &FoundUses, table: &AllowedUses) -> Result<String, String> {
     for rule in RULES.iter().map(|rule| rule.name) {
         let now: usize = found
             .iter()
@@ -260,7 +262,7 @@ fn lower(text: &str, found: &Found, table: &Table) -> Result<String, String> {
     Ok(comments.chain(rows).map(|line| line + "\n").collect())
 }
 
-fn scan_product() -> Found {
+fn scan_product() -> FoundUses {
     let top = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut files = Vec::new();
     for package in fs::read_dir(top.join("crates")).expect("crates") {
@@ -270,7 +272,7 @@ fn scan_product() -> Found {
         }
     }
     assert!(files.len() > 200, "{} files", files.len());
-    let mut found = Found::new();
+    let mut found = FoundUses::new();
     for file in files {
         let name = file
             .strip_prefix(&top)
@@ -300,13 +302,13 @@ fn collect_sources(folder: &Path, files: &mut Vec<PathBuf>) {
 }
 
 /// Adds the lines of one file that break a rule.
-fn scan(source: &str, name: &str, found: &mut Found) {
+fn scan(source: &str, name: &str, found: &mut FoundUses) {
     let tokens = TokenStream::from_str(source).unwrap_or_else(|error| panic!("{name}: {error}"));
     let mut imports = BTreeMap::new();
     let mut uses = Vec::new();
     collect_uses(tokens, &mut imports, &mut uses);
     for (line, mut found_use) in uses {
-        if let Use::Path(path) = &mut found_use
+        if let BannedUse::Path(path) = &mut found_use
             && let Some(full) = imports.get(&path[0])
         {
             path.splice(..1, full.iter().cloned());
@@ -326,7 +328,7 @@ fn scan(source: &str, name: &str, found: &mut Found) {
 fn collect_uses(
     tokens: TokenStream,
     imports: &mut BTreeMap<String, Vec<String>>,
-    uses: &mut Vec<(usize, Use)>,
+    uses: &mut Vec<(usize, BannedUse)>,
 ) {
     let tokens: Vec<TokenTree> = tokens.into_iter().collect();
     let punct = |at: usize, expected: char| is_punct(tokens.get(at), expected);
@@ -343,7 +345,7 @@ fn collect_uses(
                     let digits = number.to_string().replace('_', "");
                     let digits = digits.trim_end_matches(|last: char| !last.is_ascii_digit());
                     if let Ok(number) = digits.parse() {
-                        uses.push((line(&tokens[at]), Use::Negative(number)));
+                        uses.push((line(&tokens[at]), BannedUse::Negative(number)));
                     }
                 }
                 at += 1;
@@ -372,12 +374,12 @@ fn collect_uses(
                     at += 3;
                 }
                 if !after_dot {
-                    uses.push((line(&tokens[start]), Use::Path(path)));
+                    uses.push((line(&tokens[start]), BannedUse::Path(path)));
                 } else if let Some(TokenTree::Group(arguments)) = tokens.get(at)
                     && arguments.delimiter() == Delimiter::Parenthesis
                     && arguments.stream().is_empty()
                 {
-                    uses.push((line(&tokens[start]), Use::Method(path.swap_remove(0))));
+                    uses.push((line(&tokens[start]), BannedUse::Method(path.swap_remove(0))));
                 }
             }
             TokenTree::Literal(_) => at += 1,

@@ -10,9 +10,10 @@ fn secret() -> Secret {
 }
 
 /// Verifies a token with this header and these claims, signed with the right secret.
-fn verified(header: &str, claims: &str) -> Result<Claims, Error> {
+fn verified(header: &str, claims: &str) -> Result<VerifiedClaims, JwtError> {
     let token = sign_text(header, claims, &secret());
-    Token::parse(token.expose(), &[Algorithm::Hs256])?.verify(&[Key::hmac(&secret())])
+    ParsedToken::parse(token.expose(), &[SignatureAlgorithm::Hs256])?
+        .verify(&[VerificationKey::hmac(&secret())])
 }
 
 #[test]
@@ -26,19 +27,25 @@ fn headers_with_other_types_extensions_or_algorithms_are_refused() {
         assert!(verified(good, claims).is_ok(), "{good}");
     }
     for (header, error) in [
-        (r#"{"alg":"none"}"#, Error::Algorithm("none".to_owned())),
-        (r#"{"alg":"hs256"}"#, Error::Algorithm("hs256".to_owned())),
-        (r#"{"alg":"RS256"}"#, Error::Algorithm("RS256".to_owned())),
-        (r#"{"alg":["HS256"]}"#, Error::Malformed),
-        (r#"{"alg":"HS256","alg":"HS256"}"#, Error::Malformed),
-        (r#"{"alg":"HS256","crit":["b64"]}"#, Error::Malformed),
-        (r#"{"alg":"HS256","crit":null}"#, Error::Malformed),
-        (r#"{"alg":"HS256","kid":null}"#, Error::Malformed),
-        (r#"{"alg":"HS256","kid":1}"#, Error::Malformed),
-        (r#"{"alg":"HS256","typ":null}"#, Error::Malformed),
-        ("{}", Error::Malformed),
-        ("[]", Error::Malformed),
-        ("", Error::Malformed),
+        (r#"{"alg":"none"}"#, JwtError::Algorithm("none".to_owned())),
+        (
+            r#"{"alg":"hs256"}"#,
+            JwtError::Algorithm("hs256".to_owned()),
+        ),
+        (
+            r#"{"alg":"RS256"}"#,
+            JwtError::Algorithm("RS256".to_owned()),
+        ),
+        (r#"{"alg":["HS256"]}"#, JwtError::Malformed),
+        (r#"{"alg":"HS256","alg":"HS256"}"#, JwtError::Malformed),
+        (r#"{"alg":"HS256","crit":["b64"]}"#, JwtError::Malformed),
+        (r#"{"alg":"HS256","crit":null}"#, JwtError::Malformed),
+        (r#"{"alg":"HS256","kid":null}"#, JwtError::Malformed),
+        (r#"{"alg":"HS256","kid":1}"#, JwtError::Malformed),
+        (r#"{"alg":"HS256","typ":null}"#, JwtError::Malformed),
+        ("{}", JwtError::Malformed),
+        ("[]", JwtError::Malformed),
+        ("", JwtError::Malformed),
     ] {
         assert_eq!(verified(header, claims), Err(error), "{header}");
     }
@@ -60,24 +67,24 @@ fn registered_claims_of_the_wrong_type_are_refused() {
     for name in ["nbf", "iat"] {
         for value in wrong {
             let claims = format!(r#","{name}":{value}"#);
-            assert_eq!(read(&claims), Err(Error::Claim(name)), "{claims}");
+            assert_eq!(read(&claims), Err(JwtError::Claim(name)), "{claims}");
         }
     }
     for name in ["iss", "jti", "sub", "aud"] {
         for value in ["null", "true", "1", "{}", "[1]", r#"["a",null]"#] {
             let claims = format!(r#","{name}":{value}"#);
-            assert_eq!(read(&claims), Err(Error::Claim(name)), "{claims}");
+            assert_eq!(read(&claims), Err(JwtError::Claim(name)), "{claims}");
         }
     }
     for value in wrong {
         let claims = format!(r#"{{"exp":{value}}}"#);
         assert_eq!(
             verified(HS256, &claims),
-            Err(Error::Claim("exp")),
+            Err(JwtError::Claim("exp")),
             "{claims}"
         );
     }
-    assert_eq!(verified(HS256, "{}"), Err(Error::Claim("exp")));
+    assert_eq!(verified(HS256, "{}"), Err(JwtError::Claim("exp")));
     for malformed in [
         "[]",
         "1",
@@ -87,7 +94,7 @@ fn registered_claims_of_the_wrong_type_are_refused() {
     ] {
         assert_eq!(
             verified(HS256, malformed),
-            Err(Error::Malformed),
+            Err(JwtError::Malformed),
             "{malformed}"
         );
     }
@@ -106,7 +113,7 @@ fn subjects_that_are_empty_too_long_or_have_control_characters_are_refused() {
         "a\u{7f}",
         "\u{85}",
     ] {
-        assert_eq!(read(bad), Err(Error::Subject), "{bad:?}");
+        assert_eq!(read(bad), Err(JwtError::Subject), "{bad:?}");
     }
 }
 
@@ -114,7 +121,7 @@ fn subjects_that_are_empty_too_long_or_have_control_characters_are_refused() {
 fn times_issuer_and_audience_are_compared() {
     let claims = verified(HS256, r#"{"exp":100,"nbf":50,"iss":"i","aud":["x","a"]}"#).unwrap();
     let check = |now, leeway| {
-        claims.check(&Expected {
+        claims.check(&ExpectedClaims {
             issuer: Some("i"),
             audience: Some("a"),
             now,
@@ -122,63 +129,63 @@ fn times_issuer_and_audience_are_compared() {
         })
     };
     assert_eq!(check(100, 0), Ok(()));
-    assert_eq!(check(101, 0), Err(Error::Expired));
+    assert_eq!(check(101, 0), Err(JwtError::Expired));
     assert_eq!(check(130, 30), Ok(()));
-    assert_eq!(check(131, 30), Err(Error::Expired));
-    assert_eq!(check(49, 0), Err(Error::NotYet));
-    assert_eq!(check(i64::MIN, i64::MAX), Err(Error::NotYet));
-    let expected = Expected {
+    assert_eq!(check(131, 30), Err(JwtError::Expired));
+    assert_eq!(check(49, 0), Err(JwtError::NotYet));
+    assert_eq!(check(i64::MIN, i64::MAX), Err(JwtError::NotYet));
+    let expected = ExpectedClaims {
         now: 60,
-        ..Expected::default()
+        ..ExpectedClaims::default()
     };
     assert_eq!(claims.check(&expected), Ok(()));
     let issuer = Some("other");
     assert_eq!(
-        claims.check(&Expected { issuer, ..expected }),
-        Err(Error::Issuer)
+        claims.check(&ExpectedClaims { issuer, ..expected }),
+        Err(JwtError::Issuer)
     );
     let audience = Some("other");
     assert_eq!(
-        claims.check(&Expected {
+        claims.check(&ExpectedClaims {
             audience,
             ..expected
         }),
-        Err(Error::Audience)
+        Err(JwtError::Audience)
     );
     let bare = verified(HS256, r#"{"exp":9223372036854775807}"#).unwrap();
     for now in [0, i64::MAX] {
         let leeway = i64::MAX;
         assert_eq!(
-            bare.check(&Expected {
+            bare.check(&ExpectedClaims {
                 now,
                 leeway,
-                ..Expected::default()
+                ..ExpectedClaims::default()
             }),
             Ok(())
         );
     }
     let issuer = Some("i");
     assert_eq!(
-        bare.check(&Expected { issuer, ..expected }),
-        Err(Error::Issuer)
+        bare.check(&ExpectedClaims { issuer, ..expected }),
+        Err(JwtError::Issuer)
     );
     let audience = Some("a");
     assert_eq!(
-        bare.check(&Expected {
+        bare.check(&ExpectedClaims {
             audience,
             ..expected
         }),
-        Err(Error::Audience)
+        Err(JwtError::Audience)
     );
 }
 
 #[test]
 fn keys_with_another_id_are_not_tried() {
     let token = sign_text(r#"{"alg":"HS256","kid":"a"}"#, r#"{"exp":1}"#, &secret());
-    let token = Token::parse(token.expose(), &[Algorithm::Hs256]).unwrap();
-    let key = |id: Option<&str>, text: &str| Key {
+    let token = ParsedToken::parse(token.expose(), &[SignatureAlgorithm::Hs256]).unwrap();
+    let key = |id: Option<&str>, text: &str| VerificationKey {
         id: id.map(str::to_owned),
-        ..Key::hmac(&text.repeat(32).into())
+        ..VerificationKey::hmac(&text.repeat(32).into())
     };
     assert!(
         token
@@ -186,15 +193,21 @@ fn keys_with_another_id_are_not_tried() {
             .is_ok()
     );
     assert!(token.verify(&[key(None, "t"), key(None, "s")]).is_ok());
-    assert_eq!(token.verify(&[key(Some("b"), "s")]), Err(Error::UnknownKey));
-    assert_eq!(token.verify(&[key(None, "t")]), Err(Error::UnknownKey));
-    assert_eq!(token.verify(&[key(Some("a"), "t")]), Err(Error::Signature));
-    assert_eq!(token.verify(&[]), Err(Error::UnknownKey));
+    assert_eq!(
+        token.verify(&[key(Some("b"), "s")]),
+        Err(JwtError::UnknownKey)
+    );
+    assert_eq!(token.verify(&[key(None, "t")]), Err(JwtError::UnknownKey));
+    assert_eq!(
+        token.verify(&[key(Some("a"), "t")]),
+        Err(JwtError::Signature)
+    );
+    assert_eq!(token.verify(&[]), Err(JwtError::UnknownKey));
 }
 
 #[test]
 fn secrets_do_not_appear_in_debug_output() {
-    let shown = format!("{:?}", Key::hmac(&"hunter2".repeat(5).into()));
+    let shown = format!("{:?}", VerificationKey::hmac(&"hunter2".repeat(5).into()));
     assert!(!shown.contains("hunter2"), "{shown}");
 }
 
@@ -224,8 +237,8 @@ proptest! {
         text in prop_oneof![".*", "[A-Za-z0-9_.=-]{0,200}", "eyJhbGciOiJIUzI1NiJ9\\.[A-Za-z0-9_-]{0,80}\\.[A-Za-z0-9_-]{43}"],
     ) {
         let _ = inspect(&Secret::from(&*text));
-        if let Ok(token) = Token::parse(&text, &[Algorithm::Hs256]) {
-            prop_assert!(token.verify(&[Key::hmac(&secret())]).is_err());
+        if let Ok(token) = ParsedToken::parse(&text, &[SignatureAlgorithm::Hs256]) {
+            prop_assert!(token.verify(&[VerificationKey::hmac(&secret())]).is_err());
         }
     }
 
@@ -269,8 +282,8 @@ proptest! {
         prop_assume!(characters[position] != other);
         characters[position] = other;
         let changed: String = characters.into_iter().collect();
-        let claims = Token::parse(&changed, &[Algorithm::Hs256])
-            .and_then(|token| token.verify(&[Key::hmac(&secret())]));
+        let claims = ParsedToken::parse(&changed, &[SignatureAlgorithm::Hs256])
+            .and_then(|token| token.verify(&[VerificationKey::hmac(&secret())]));
         prop_assert!(claims.is_err(), "{changed}");
     }
 }

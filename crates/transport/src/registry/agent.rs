@@ -15,7 +15,7 @@ use zeroize::Zeroizing;
 
 use super::RegistryError;
 use super::auth::{ACCOUNT, FEDRAMP, authorization};
-use super::http::Http;
+use super::http::RegistryHttp;
 use super::proxy::Proxies;
 use crate::secret::Secret;
 use crate::time::timestamp;
@@ -46,7 +46,7 @@ pub struct AgentIdentity {
     fedramp: bool,
     key: Ed25519KeyPair,
     service: Url,
-    http: Http,
+    http: RegistryHttp,
     /// Task id, registered before the first call.
     task_id: OnceCell<String>,
 }
@@ -60,7 +60,7 @@ impl fmt::Debug for AgentIdentity {
 }
 
 #[derive(Deserialize)]
-struct Claims {
+struct AgentClaims {
     agent_runtime_id: String,
     agent_private_key: String,
     #[serde(default)]
@@ -114,7 +114,7 @@ impl AgentIdentity {
             .decode(claims)
             .map(Zeroizing::new)
             .map_err(|_| bad("its claims are not base64"))?;
-        let claims: Claims = serde_json::from_slice(&claims)
+        let claims: AgentClaims = serde_json::from_slice(&claims)
             .map_err(|_| bad("`agent_runtime_id` or `agent_private_key` is missing"))?;
         let key = Zeroizing::new(claims.agent_private_key);
         let key = STANDARD
@@ -136,7 +136,7 @@ impl AgentIdentity {
             account_id: claims.account_id,
             fedramp: claims.chatgpt_account_is_fedramp,
             key,
-            http: Http::new(&service, TlsClientOptions::default(), proxies, TASK_TIMEOUT),
+            http: RegistryHttp::new(&service, TlsClientOptions::default(), proxies, TASK_TIMEOUT),
             service,
             task_id: OnceCell::new(),
         })

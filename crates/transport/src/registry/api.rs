@@ -6,7 +6,7 @@ use serde_json::Value;
 use url::Url;
 
 use super::auth::RegistryAuth;
-use super::http::Http;
+use super::http::RegistryHttp;
 use super::proxy::Proxies;
 use super::{RegistryError, RegistryOptions, check_secrecy, parse_base, public, refusal};
 use crate::tls::TlsClientOptions;
@@ -17,7 +17,7 @@ const MAX_ANSWER_BYTES: usize = 64 << 20;
 /// Registry client for administrators.
 #[derive(Debug)]
 pub struct RegistryApi {
-    http: Http,
+    http: RegistryHttp,
     base: Url,
     auth: RegistryAuth,
 }
@@ -32,7 +32,7 @@ impl RegistryApi {
         let base = parse_base(url)?;
         check_secrecy(&base, &options)?;
         Ok(Self {
-            http: Http::new(&base, options.tls, options.proxies, options.timeout)
+            http: RegistryHttp::new(&base, options.tls, options.proxies, options.timeout)
                 .reading(MAX_ANSWER_BYTES),
             base,
             auth: options.auth,
@@ -105,7 +105,7 @@ pub async fn fetch(
     if !matches!(parsed.scheme(), "http" | "https") || parsed.host().is_none() {
         return Err(bad("expected http://HOST/… or https://HOST/…"));
     }
-    let http = Http::new(&parsed, tls, proxies, timeout).reading(limit);
+    let http = RegistryHttp::new(&parsed, tls, proxies, timeout).reading(limit);
     let (status, answer) = http.get(&parsed, &[]).await?;
     if status != 200 {
         return Err(refusal(http.name(), &RegistryAuth::Open, status, &answer));

@@ -156,7 +156,7 @@ pub enum ScopedCredentialError {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Line {
+struct CredentialLine {
     version: u32,
     environment_id: String,
     token: String,
@@ -178,7 +178,8 @@ impl ScopedCredential {
             return Err(ScopedCredentialError::TooLong);
         }
         // Drop the parser's error: it could quote the token.
-        let line: Line = serde_json::from_str(line).map_err(|_| ScopedCredentialError::Invalid)?;
+        let line: CredentialLine =
+            serde_json::from_str(line).map_err(|_| ScopedCredentialError::Invalid)?;
         let token = Secret::from(line.token);
         if line.version != 1 || token.expose().trim().is_empty() {
             return Err(ScopedCredentialError::Invalid);

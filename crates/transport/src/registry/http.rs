@@ -24,7 +24,7 @@ use crate::secret::Secret;
 use crate::tls::{self, TlsClientOptions, TlsError};
 
 /// HTTP client for one host.
-pub(super) struct Http {
+pub(super) struct RegistryHttp {
     secure: bool,
     host: String,
     port: u16,
@@ -42,16 +42,16 @@ pub(super) struct Http {
     idle: Mutex<Option<SendRequest<Full<Bytes>>>>,
 }
 
-impl fmt::Debug for Http {
+impl fmt::Debug for RegistryHttp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Http")
+        f.debug_struct("RegistryHttp")
             .field("name", &self.name)
             .field("secure", &self.secure)
             .finish_non_exhaustive()
     }
 }
 
-impl Http {
+impl RegistryHttp {
     /// Creates a client for the host of a URL; the URL must have a host.
     pub(super) fn new(
         url: &Url,

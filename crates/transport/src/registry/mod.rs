@@ -30,7 +30,7 @@ use crate::link::Link;
 use crate::secret::Secret;
 use crate::tls::{TlsClientOptions, TlsError};
 use auth::{CredentialError, RegistryAuth};
-use http::Http;
+use http::RegistryHttp;
 
 pub use agent::{AgentIdentity, AgentIdentityError};
 pub use proxy::Proxies;
@@ -182,8 +182,8 @@ impl RegistryError {
 
 /// One base URL that serves the calls of a registry.
 #[derive(Debug)]
-struct Place {
-    http: Http,
+struct RegistryBase {
+    http: RegistryHttp,
     /// URL that ends in `/cloud/environment/ID/`.
     base: Url,
 }
@@ -192,15 +192,15 @@ struct Place {
 #[derive(Debug)]
 pub struct Registry {
     /// Base URL from the configuration.
-    told: Arc<Place>,
+    told: Arc<RegistryBase>,
     /// Base URLs in the order of use: first the one that responded last, then the others that it
     /// returned.
-    places: Mutex<Vec<Arc<Place>>>,
+    places: Mutex<Vec<Arc<RegistryBase>>>,
     environment_id: String,
     options: RegistryOptions,
 }
 
-impl Place {
+impl RegistryBase {
     fn new(
         url: &str,
         environment_id: &str,
@@ -227,7 +227,7 @@ impl Place {
             }
         }
         Ok(Self {
-            http: Http::new(
+            http: RegistryHttp::new(
                 &base,
                 options.tls.clone(),
                 options.proxies.clone(),
@@ -251,7 +251,7 @@ impl Registry {
         options: RegistryOptions,
     ) -> Result<Self, RegistryError> {
         let environment_id = environment_id.trim();
-        let told = Arc::new(Place::new(url, environment_id, &options)?);
+        let told = Arc::new(RegistryBase::new(url, environment_id, &options)?);
         Ok(Self {
             places: Mutex::new(vec![Arc::clone(&told)]),
             told,
@@ -277,14 +277,14 @@ impl Registry {
         let mut learned = Vec::new();
         // The first entry has just responded.
         learned.extend(places.first().cloned());
-        let mut add = |place: Arc<Place>| {
+        let mut add = |place: Arc<RegistryBase>| {
             let known = learned.iter().any(|known| known.base == place.base);
             if !known && learned.len() < MAX_PLACES {
                 learned.push(place);
             }
         };
         for other in others {
-            if let Ok(place) = Place::new(other, &self.environment_id, &self.options)
+            if let Ok(place) = RegistryBase::new(other, &self.environment_id, &self.options)
                 && (place.base.scheme() == "https" || self.told.base.scheme() == "http")
             {
                 let before = places.iter().find(|known| known.base == place.base);
@@ -296,7 +296,7 @@ impl Registry {
     }
 
     /// Moves this base URL to the front.
-    fn prefer(&self, place: &Arc<Place>) {
+    fn prefer(&self, place: &Arc<RegistryBase>) {
         let mut places = self.places.lock();
         if let Some(at) = places.iter().position(|known| Arc::ptr_eq(known, place)) {
             places[..=at].rotate_right(1);
@@ -483,7 +483,7 @@ impl Registry {
         action: &str,
         headers: &[(&'static str, Secret)],
         body: &[u8],
-    ) -> Result<(Arc<Place>, u16, Vec<u8>), RegistryError> {
+    ) -> Result<(Arc<RegistryBase>, u16, Vec<u8>), RegistryError> {
         let places = self.places.lock().clone();
         let mut rest = places.into_iter();
         let mut place = rest.next().unwrap_or_else(|| Arc::clone(&self.told));

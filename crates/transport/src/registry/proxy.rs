@@ -17,7 +17,7 @@ use tokio::net::TcpStream;
 use tower_service::Service as _;
 use zeroize::Zeroizing;
 
-use crate::http::{Kind, read_head};
+use crate::http::{HeadKind, read_head};
 use crate::tcp;
 
 /// Proxies by host; connections to this machine itself never use one.
@@ -126,7 +126,7 @@ async fn through(proxy: &Intercept, target: &Uri) -> io::Result<TcpStream> {
             }
             request.push_str("\r\n");
             stream.write_all(request.as_bytes()).await?;
-            let head = read_head(&mut stream, Kind::Response).await?;
+            let head = read_head(&mut stream, HeadKind::Response).await?;
             match head.status {
                 // In both TLS and HTTP the client sends first, so the server cannot have sent
                 // anything yet.

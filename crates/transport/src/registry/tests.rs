@@ -4,12 +4,12 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 
 use super::*;
-use crate::http::{Kind, read_head};
+use crate::http::{HeadKind, read_head};
 
 /// Test registry that sends prepared responses and records the requests.
 struct Scripted {
     url: String,
-    asked: tokio::task::JoinHandle<Vec<(crate::http::Head, Value)>>,
+    asked: tokio::task::JoinHandle<Vec<(crate::http::HttpHead, Value)>>,
 }
 
 impl Scripted {
@@ -22,7 +22,7 @@ impl Scripted {
             for answers in connections {
                 let (mut stream, _) = listener.accept().await.unwrap();
                 for (status, body) in answers {
-                    let mut head = read_head(&mut stream, Kind::Request).await.unwrap();
+                    let mut head = read_head(&mut stream, HeadKind::Request).await.unwrap();
                     let length = head.header("content-length").unwrap().parse().unwrap();
                     let mut request = std::mem::take(&mut head.rest);
                     while request.len() < length {

@@ -1,34 +1,34 @@
 use std::sync::atomic::AtomicU32;
 
-use exec_server_relay::Limits;
+use exec_server_relay::EndpointLimits;
 use exec_server_relay::frame::{self, Body, Transmit};
-use exec_server_relay::noise::Identity;
+use exec_server_relay::noise::StaticKeys;
 
 use super::*;
-use crate::frame::Role;
+use crate::frame::WebsocketRole;
 
 /// Minimal rendezvous server: one executor, any number of harnesses, and sockets that a test can
 /// cut.
 #[derive(Default)]
-struct Meeting {
-    routes: Mutex<Routes>,
+struct TestRendezvous {
+    routes: Mutex<TestRoutes>,
     dialled: AtomicU32,
 }
 
 #[derive(Default)]
-struct Routes {
+struct TestRoutes {
     executor: Option<mpsc::Sender<Vec<u8>>>,
     harnesses: HashMap<String, mpsc::Sender<Vec<u8>>>,
     /// One entry for each socket; a notification cuts it.
     cuts: Vec<(bool, Arc<Notify>)>,
 }
 
-impl Meeting {
+impl TestRendezvous {
     fn dial(self: &Arc<Self>, executor: bool) -> Link {
         self.dialled.fetch_add(1, Ordering::Relaxed);
         let (client, server) = tokio::io::duplex(256 << 10);
         let (reader, writer) = tokio::io::split(server);
-        let link = Link::websocket(Role::Server, reader, writer, Vec::new());
+        let link = Link::websocket(WebsocketRole::Server, reader, writer, Vec::new());
         let cut = Arc::new(Notify::new());
         let (sender, receiver) = mpsc::channel(8);
         let mut routes = self.routes.lock();
@@ -48,10 +48,15 @@ impl Meeting {
             meeting.leave(executor, &sender).await;
         });
         let (reader, writer) = tokio::io::split(client);
-        Link::websocket(Role::Client, reader, writer, Vec::new())
+        Link::websocket(WebsocketRole::Client, reader, writer, Vec::new())
     }
 
-    async fn forward(&self, executor: bool, own: mpsc::Sender<Vec<u8>>, mut incoming: Incoming) {
+    async fn forward(
+        &self,
+        executor: bool,
+        own: mpsc::Sender<Vec<u8>>,
+        mut incoming: LinkReceiver,
+    ) {
         while let Ok(Some(event)) = incoming.recv_raw().await {
             let RawEvent::Message { bytes, text: false } = event else {
                 continue;
@@ -88,14 +93,14 @@ impl Meeting {
                 }
                 routes.executor = None;
                 let all = routes.harnesses.iter();
-                all.map(|(id, to)| (id.clone(), to.clone(), Reason::ExecutorDetached))
+                all.map(|(id, to)| (id.clone(), to.clone(), EndReason::ExecutorDetached))
                     .collect::<Vec<_>>()
             } else {
                 let gone = routes.harnesses.extract_if(|_, to| to.same_channel(own));
                 let gone: Vec<_> = gone.map(|(id, _)| id).collect();
                 let executor = routes.executor.clone();
                 gone.into_iter()
-                    .filter_map(|id| Some((id, executor.clone()?, Reason::HarnessDetached)))
+                    .filter_map(|id| Some((id, executor.clone()?, EndReason::HarnessDetached)))
                     .collect()
             }
         };
@@ -122,13 +127,13 @@ impl Meeting {
     fn dialler(
         self: &Arc<Self>,
         executor: bool,
-    ) -> impl FnMut() -> std::future::Ready<Result<Link, DialError>> + Send + use<> {
+    ) -> impl FnMut() -> std::future::Ready<Result<Link, RelayDialError>> + Send + use<> {
         let meeting = Arc::clone(self);
         move || std::future::ready(Ok(meeting.dial(executor)))
     }
 }
 
-async fn deliver(mut receiver: mpsc::Receiver<Vec<u8>>, mut outgoing: Outgoing) {
+async fn deliver(mut receiver: mpsc::Receiver<Vec<u8>>, mut outgoing: LinkSender) {
     while let Some(frame) = receiver.recv().await {
         outgoing.push_binary([&frame, &[]]);
         if outgoing.flush().await.is_err() {
@@ -137,29 +142,29 @@ async fn deliver(mut receiver: mpsc::Receiver<Vec<u8>>, mut outgoing: Outgoing) 
     }
 }
 
-struct Stage {
-    meeting: Arc<Meeting>,
-    identity: Identity,
+struct RelayFixture {
+    meeting: Arc<TestRendezvous>,
+    identity: StaticKeys,
     accepted: mpsc::Receiver<RelayStream>,
     /// Aborted when the stage is dropped.
     _executor: JoinSet<()>,
 }
 
-impl Stage {
+impl RelayFixture {
     fn new() -> Self {
-        let meeting = Arc::new(Meeting::default());
-        let identity = Identity::generate(&mut system_entropy);
-        let config = ExecutorConfig {
+        let meeting = Arc::new(TestRendezvous::default());
+        let identity = StaticKeys::generate(&mut system_entropy);
+        let config = RelayExecutorConfig {
             environment_id: "env".into(),
             registration_id: "reg".into(),
             identity: identity.clone(),
-            limits: Limits::default(),
+            limits: EndpointLimits::default(),
         };
         let (sender, accepted) = mpsc::channel(16);
-        let admit = |ask: Ask| async move {
+        let admit = |ask: StreamRequest| async move {
             match ask.authorization.reveal() {
                 "good" => Ok(()),
-                _ => Err(Reason::AuthorizationRefused),
+                _ => Err(EndReason::AuthorizationRefused),
             }
         };
         let mut executor = JoinSet::new();
@@ -169,7 +174,7 @@ impl Stage {
             async move {
                 let link = dialled.await?;
                 let registration_id = "reg".into();
-                Ok(Attachment {
+                Ok(ExecutorAttachment {
                     link,
                     registration_id,
                 })
@@ -190,17 +195,17 @@ impl Stage {
     async fn open_with(
         &self,
         authorization: &str,
-        limits: Limits,
+        limits: EndpointLimits,
     ) -> Result<RelayStream, OpenError> {
         // Wait for the executor to dial; in production the registry reports an offline executor.
         while self.meeting.routes.lock().executor.is_none() {
             tokio::task::yield_now().await;
         }
-        let config = HarnessConfig {
+        let config = RelayHarnessConfig {
             environment_id: "env".into(),
             registration_id: "reg".into(),
             stream_id: uuid::Uuid::new_v4().to_string(),
-            identity: Identity::generate(&mut system_entropy),
+            identity: StaticKeys::generate(&mut system_entropy),
             executor: self.identity.public_key().clone(),
             authorization: Authorization::new(authorization).unwrap(),
             limits,
@@ -209,19 +214,22 @@ impl Stage {
     }
 
     async fn open(&mut self) -> (RelayStream, RelayStream) {
-        let here = self.open_with("good", Limits::default()).await.unwrap();
+        let here = self
+            .open_with("good", EndpointLimits::default())
+            .await
+            .unwrap();
         let there = self.accepted.recv().await.unwrap();
         assert_eq!(here.stream_id, there.stream_id);
         (here, there)
     }
 }
 
-async fn send(link: &mut Outgoing, message: &[u8]) {
+async fn send(link: &mut LinkSender, message: &[u8]) {
     link.push_message(message.len(), |out| out.extend_from_slice(message));
     link.flush().await.unwrap();
 }
 
-async fn receive(link: &mut Incoming) -> Option<Vec<u8>> {
+async fn receive(link: &mut LinkReceiver) -> Option<Vec<u8>> {
     match link.recv_raw().await.unwrap()? {
         RawEvent::Message { bytes, .. } => Some(bytes.to_vec()),
         other => panic!("{other:?}"),
@@ -230,7 +238,7 @@ async fn receive(link: &mut Incoming) -> Option<Vec<u8>> {
 
 #[tokio::test]
 async fn many_streams_share_one_executor_socket() {
-    let mut stage = Stage::new();
+    let mut stage = RelayFixture::new();
     let mut pairs = Vec::new();
     for _ in 0..5 {
         pairs.push(stage.open().await);
@@ -249,17 +257,17 @@ async fn many_streams_share_one_executor_socket() {
 
 #[tokio::test]
 async fn refused_harness_receives_the_reason() {
-    let stage = Stage::new();
-    let refused = stage.open_with("bad", Limits::default()).await;
+    let stage = RelayFixture::new();
+    let refused = stage.open_with("bad", EndpointLimits::default()).await;
     assert!(matches!(
         refused,
-        Err(OpenError::Refused(Reason::AuthorizationRefused))
+        Err(OpenError::Refused(EndReason::AuthorizationRefused))
     ));
 }
 
 #[tokio::test]
 async fn both_ends_report_the_end_after_all_messages_are_delivered() {
-    let mut stage = Stage::new();
+    let mut stage = RelayFixture::new();
     let (mut here, mut there) = stage.open().await;
     for n in 0..100_u8 {
         send(&mut here.link.outgoing, &[n; 5000]).await;
@@ -270,14 +278,14 @@ async fn both_ends_report_the_end_after_all_messages_are_delivered() {
         assert_eq!(receive(&mut there.link.incoming).await.unwrap(), [n; 5000]);
     }
     assert_eq!(receive(&mut there.link.incoming).await, None);
-    assert_eq!(there.ended().await, Reason::Closed);
-    assert_eq!(ended.await, Reason::Closed);
+    assert_eq!(there.ended().await, EndReason::Closed);
+    assert_eq!(ended.await, EndReason::Closed);
 }
 
 /// Sends numbered messages while sockets are cut, and checks each message.
 async fn survive(cut_executor: bool) {
     const COUNT: u32 = 400;
-    let mut stage = Stage::new();
+    let mut stage = RelayFixture::new();
     let (mut here, mut there) = stage.open().await;
     let mut cuts = 0;
     let sender = async {
@@ -315,21 +323,21 @@ async fn stream_survives_loss_of_executor_sockets() {
 
 #[tokio::test]
 async fn stream_without_acknowledgements_ends_with_its_socket() {
-    let mut stage = Stage::new();
-    let mut limits = Limits::default();
+    let mut stage = RelayFixture::new();
+    let mut limits = EndpointLimits::default();
     limits.acknowledge = false;
     let mut here = stage.open_with("good", limits).await.unwrap();
     let there = stage.accepted.recv().await.unwrap();
     assert_eq!(here.mode, Mode::Compatible);
     stage.meeting.cut(false);
     assert_eq!(receive(&mut here.link.incoming).await, None);
-    assert_eq!(here.ended().await, Reason::SocketLost);
-    assert_eq!(there.ended().await, Reason::HarnessDetached);
+    assert_eq!(here.ended().await, EndReason::SocketLost);
+    assert_eq!(there.ended().await, EndReason::HarnessDetached);
 }
 
 #[tokio::test]
 async fn reader_that_stops_blocks_only_its_own_sender() {
-    let mut stage = Stage::new();
+    let mut stage = RelayFixture::new();
     let (mut slow, mut slow_there) = stage.open().await;
     let (mut quick, mut quick_there) = stage.open().await;
     let flood = async {
@@ -364,7 +372,7 @@ async fn reader_that_stops_blocks_only_its_own_sender() {
 
 #[test]
 fn pauses_grow_and_a_long_lived_socket_resets_them() {
-    let mut redial = Redial::default();
+    let mut redial = RedialSchedule::default();
     assert_eq!(redial.pause(0), Duration::ZERO);
     let mut pauses = Vec::new();
     for _ in 0..10 {
@@ -379,7 +387,7 @@ fn pauses_grow_and_a_long_lived_socket_resets_them() {
     redial.lived(Duration::from_secs(10));
     assert_eq!(redial.pause(0), Duration::ZERO);
     // A limited number of short-lived sockets is replaced without a pause.
-    for _ in 1..Redial::SPARE {
+    for _ in 1..RedialSchedule::SPARE {
         redial.lived(Duration::ZERO);
         assert_eq!(redial.pause(0), Duration::ZERO);
     }
@@ -389,7 +397,7 @@ fn pauses_grow_and_a_long_lived_socket_resets_them() {
         "who hangs up all the time is not dialled all the time"
     );
     for _ in 0..100 {
-        redial.lived(Redial::REGAIN);
+        redial.lived(RedialSchedule::REGAIN);
         assert_eq!(redial.pause(0), Duration::ZERO);
     }
 }

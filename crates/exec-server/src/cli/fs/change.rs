@@ -4,14 +4,14 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
-use exec_server_client::fs::{Copy, Remove, Rename};
+use exec_server_client::fs::{CopyOptions, RemoveOptions, RenameOptions};
 use exec_server_protocol::PathUri;
 
 use super::args::{CpThereArgs, MvArgs, RmArgs};
-use super::{Place, sources_and_target};
+use super::{FilesLocation, sources_and_target};
 use crate::cli::error::report;
 
-pub(super) async fn rm(place: &Place, args: &RmArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn rm(place: &FilesLocation, args: &RmArgs) -> anyhow::Result<ExitCode> {
     let mut code = ExitCode::SUCCESS;
     for path in &args.paths {
         if let Err(error) = remove(place, path, args).await {
@@ -22,7 +22,7 @@ pub(super) async fn rm(place: &Place, args: &RmArgs) -> anyhow::Result<ExitCode>
     Ok(code)
 }
 
-async fn remove(place: &Place, path: &Path, args: &RmArgs) -> anyhow::Result<()> {
+async fn remove(place: &FilesLocation, path: &Path, args: &RmArgs) -> anyhow::Result<()> {
     let uri = place.uri(path).await?;
     if !args.recursive {
         // An empty directory could be removed like a file, which would surprise users of `rm`.
@@ -34,10 +34,10 @@ async fn remove(place: &Place, path: &Path, args: &RmArgs) -> anyhow::Result<()>
             );
         }
     }
-    let options = Remove {
+    let options = RemoveOptions {
         recursive: args.recursive,
         force: args.force,
-        ..Remove::default()
+        ..RemoveOptions::default()
     };
     place
         .files
@@ -46,8 +46,8 @@ async fn remove(place: &Place, path: &Path, args: &RmArgs) -> anyhow::Result<()>
         .with_context(|| format!("cannot remove `{}`", path.display()))
 }
 
-pub(super) async fn mv(place: &Place, args: &MvArgs) -> anyhow::Result<ExitCode> {
-    let options = Rename {
+pub(super) async fn mv(place: &FilesLocation, args: &MvArgs) -> anyhow::Result<ExitCode> {
+    let options = RenameOptions {
         overwrite: !args.no_clobber,
         sandbox: None,
     };
@@ -61,8 +61,8 @@ pub(super) async fn mv(place: &Place, args: &MvArgs) -> anyhow::Result<ExitCode>
     Ok(ExitCode::SUCCESS)
 }
 
-pub(super) async fn cp(place: &Place, args: &CpThereArgs) -> anyhow::Result<ExitCode> {
-    let options = Copy {
+pub(super) async fn cp(place: &FilesLocation, args: &CpThereArgs) -> anyhow::Result<ExitCode> {
+    let options = CopyOptions {
         recursive: args.recursive,
         sandbox: None,
     };
@@ -84,7 +84,7 @@ pub(super) async fn cp(place: &Place, args: &CpThereArgs) -> anyhow::Result<Exit
 
 /// What goes where, as `mv` and `cp` have it.
 async fn pairs<'a>(
-    place: &Place,
+    place: &FilesLocation,
     paths: &'a [std::path::PathBuf],
 ) -> anyhow::Result<Vec<(&'a Path, PathUri, PathUri)>> {
     let (sources, target) = sources_and_target(paths)?;

@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
-use exec_server_client::fs::{Feature, WriteMode, WriteStream};
+use exec_server_client::fs::{Feature, WriteMode, WriteStreamOptions};
 use exec_server_client::transfer::{TransferError, TransferOptions, TransferReport};
 use exec_server_client::transfer::{download, upload};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use super::args::{CatArgs, CopyFlags, CpArgs, TransferArgs};
-use super::progress::Bar;
-use super::{Place, sources_and_target};
+use super::progress::ProgressLine;
+use super::{FilesLocation, sources_and_target};
 use crate::cli::error::{self, notice};
 use crate::cli::on;
 use crate::cli::table::visible;
@@ -22,12 +22,12 @@ use crate::cli::table::visible;
 /// What stands for standard input or output.
 const STREAM: &str = "-";
 
-pub(super) async fn cat(place: &Place, args: &CatArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn cat(place: &FilesLocation, args: &CatArgs) -> anyhow::Result<ExitCode> {
     let mut code = ExitCode::SUCCESS;
     for path in &args.paths {
         match print_file(place, path).await {
-            Ok(Reader::Listens) => {}
-            Ok(Reader::Left) => return Ok(ExitCode::SUCCESS),
+            Ok(OutputReaderState::Listens) => {}
+            Ok(OutputReaderState::Left) => return Ok(ExitCode::SUCCESS),
             Err(error) => {
                 error::report(&error);
                 code = ExitCode::FAILURE;
@@ -38,13 +38,13 @@ pub(super) async fn cat(place: &Place, args: &CatArgs) -> anyhow::Result<ExitCod
 }
 
 /// The reader of standard output.
-enum Reader {
+enum OutputReaderState {
     Listens,
     /// Has seen enough, as `head` does.
     Left,
 }
 
-async fn print_file(place: &Place, path: &Path) -> anyhow::Result<Reader> {
+async fn print_file(place: &FilesLocation, path: &Path) -> anyhow::Result<OutputReaderState> {
     let failed = || format!("cannot read `{}`", path.display());
     let uri = place.uri(path).await?;
     let stream = place.files.open_read(&uri, Default::default()).await;
@@ -56,15 +56,17 @@ async fn print_file(place: &Place, path: &Path) -> anyhow::Result<Reader> {
             stdout.flush().await
         };
         match written.await {
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(Reader::Left),
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+                return Ok(OutputReaderState::Left);
+            }
             written => written.context("cannot write to standard output")?,
         }
     }
-    Ok(Reader::Listens)
+    Ok(OutputReaderState::Listens)
 }
 
 /// Sends what comes in, whole or not at all where the server can.
-async fn put_stdin(place: &Place, target: &Path) -> anyhow::Result<ExitCode> {
+async fn put_stdin(place: &FilesLocation, target: &Path) -> anyhow::Result<ExitCode> {
     let failed = || format!("cannot write `{}`", target.display());
     let uri = place.uri(target).await?;
     if place.is_directory(&uri).await {
@@ -77,9 +79,9 @@ async fn put_stdin(place: &Place, target: &Path) -> anyhow::Result<ExitCode> {
         true => WriteMode::Atomic,
         false => WriteMode::Replace,
     };
-    let stream = WriteStream {
+    let stream = WriteStreamOptions {
         mode,
-        ..WriteStream::default()
+        ..WriteStreamOptions::default()
     };
     let writer = place.files.open_write(&uri, stream).await;
     let mut writer = writer.with_context(failed)?;
@@ -97,7 +99,7 @@ async fn put_stdin(place: &Place, target: &Path) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-pub(super) async fn put(place: &Place, args: &TransferArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn put(place: &FilesLocation, args: &TransferArgs) -> anyhow::Result<ExitCode> {
     let (sources, target) = with_default(&args.paths);
     if sources.iter().any(|source| source.as_os_str() == STREAM) {
         if sources.len() > 1 || args.paths.len() < 2 {
@@ -108,7 +110,7 @@ pub(super) async fn put(place: &Place, args: &TransferArgs) -> anyhow::Result<Ex
     send(place, sources, target, args.flags).await
 }
 
-pub(super) async fn get(place: &Place, args: &TransferArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn get(place: &FilesLocation, args: &TransferArgs) -> anyhow::Result<ExitCode> {
     let (sources, target) = with_default(&args.paths);
     if args.paths.len() > 1 && target.as_os_str() == STREAM {
         let paths = sources.to_vec();
@@ -127,13 +129,13 @@ fn with_default(paths: &[PathBuf]) -> (&[PathBuf], &Path) {
 
 /// One side of a `cp`.
 #[derive(Debug, PartialEq, Eq)]
-enum Side {
+enum CopySide {
     Here(PathBuf),
     /// In this environment or on the server of this URL, or else at the target of the options.
     There(Option<String>, PathBuf),
 }
 
-impl Side {
+impl CopySide {
     fn parse(text: &OsStr, is_environment: impl Fn(&str) -> bool) -> anyhow::Result<Self> {
         let bytes = text.as_bytes();
         let there = |url: Option<&[u8]>, path: &[u8]| {
@@ -219,15 +221,15 @@ pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
         Ok(list) => list.entry(name).is_some(),
         Err(_) => false,
     };
-    let sides: Vec<Side> = args
+    let sides: Vec<CopySide> = args
         .paths
         .iter()
-        .map(|path| Side::parse(path, is_environment))
+        .map(|path| CopySide::parse(path, is_environment))
         .collect::<anyhow::Result<_>>()?;
     let (sources, target) = sources_and_target(&sides)?;
     let mut servers = sides.iter().filter_map(|side| match side {
-        Side::There(name, _) => Some(name.as_deref()),
-        Side::Here(_) => None,
+        CopySide::There(name, _) => Some(name.as_deref()),
+        CopySide::Here(_) => None,
     });
     let Some(server) = servers.next() else {
         bail!("neither side is on a server: write `:PATH` for a path there, or use plain `cp`");
@@ -241,25 +243,37 @@ pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
         Some(name) => on::named(name, &args.server)?,
         None => on::resolve(&args.server)?,
     };
-    if matches!(place, on::Place::Here) {
+    if matches!(place, on::CommandLocation::Here) {
         bail!("no server given: pass --on ENV or --url URL, or set EXEC_SERVER_URL");
     }
-    let here = |side: &Side| match side {
-        Side::Here(path) => Some(path.clone()),
-        Side::There(..) => None,
+    let here = |side: &CopySide| match side {
+        CopySide::Here(path) => Some(path.clone()),
+        CopySide::There(..) => None,
     };
-    let there = |side: &Side| match side {
-        Side::There(_, path) => Some(path.clone()),
-        Side::Here(_) => None,
+    let there = |side: &CopySide| match side {
+        CopySide::There(_, path) => Some(path.clone()),
+        CopySide::Here(_) => None,
     };
     let from_here: Option<Vec<PathBuf>> = sources.iter().map(here).collect();
     let from_there: Option<Vec<PathBuf>> = sources.iter().map(there).collect();
     match (from_here, from_there, target) {
-        (Some(sources), _, Side::There(_, target)) => {
-            send(&Place::new(place).await?, &sources, target, args.flags).await
+        (Some(sources), _, CopySide::There(_, target)) => {
+            send(
+                &FilesLocation::new(place).await?,
+                &sources,
+                target,
+                args.flags,
+            )
+            .await
         }
-        (_, Some(sources), Side::Here(target)) => {
-            fetch(&Place::new(place).await?, &sources, target, args.flags).await
+        (_, Some(sources), CopySide::Here(target)) => {
+            fetch(
+                &FilesLocation::new(place).await?,
+                &sources,
+                target,
+                args.flags,
+            )
+            .await
         }
         _ => bail!(
             "one side must be here and the other on the server; within a server use \
@@ -268,7 +282,7 @@ pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
-fn options(flags: CopyFlags, bar: &Bar) -> TransferOptions {
+fn options(flags: CopyFlags, bar: &ProgressLine) -> TransferOptions {
     let mut options = TransferOptions::default();
     options.recursive = flags.recursive || flags.archive;
     options.archive = flags.archive;
@@ -284,7 +298,7 @@ fn means_content(path: &Path) -> bool {
 }
 
 async fn send(
-    place: &Place,
+    place: &FilesLocation,
     sources: &[PathBuf],
     target: &Path,
     flags: CopyFlags,
@@ -294,7 +308,7 @@ async fn send(
     if sources.len() > 1 && !is_directory {
         bail!("`{}` is not a directory on the server", target.display());
     }
-    let mut outcome = Outcome::default();
+    let mut outcome = CopyOutcome::default();
     for source in sources {
         let to = match source.file_name() {
             Some(name) if is_directory && !means_content(source) => {
@@ -305,7 +319,7 @@ async fn send(
         if !is_directory && ends_with_slash(target) && !source.is_dir() {
             bail!("`{}` is not a directory on the server", target.display());
         }
-        let bar = Bar::new(flags.quiet);
+        let bar = ProgressLine::new(flags.quiet);
         let sent = upload(source, place.files.clone(), &to, options(flags, &bar)).await;
         drop(bar);
         outcome.take(sent);
@@ -314,7 +328,7 @@ async fn send(
 }
 
 async fn fetch(
-    place: &Place,
+    place: &FilesLocation,
     sources: &[PathBuf],
     target: &Path,
     flags: CopyFlags,
@@ -323,7 +337,7 @@ async fn fetch(
     if sources.len() > 1 && !is_directory {
         bail!("`{}` is not a directory", target.display());
     }
-    let mut outcome = Outcome::default();
+    let mut outcome = CopyOutcome::default();
     for source in sources {
         let from = place.uri(source).await?;
         let to = match source.file_name() {
@@ -333,7 +347,7 @@ async fn fetch(
         if !is_directory && ends_with_slash(target) && !place.is_directory(&from).await {
             bail!("`{}` is not a directory", target.display());
         }
-        let bar = Bar::new(flags.quiet);
+        let bar = ProgressLine::new(flags.quiet);
         let fetched = download(place.files.clone(), &from, &to, options(flags, &bar)).await;
         drop(bar);
         outcome.take(fetched);
@@ -347,12 +361,12 @@ fn ends_with_slash(path: &Path) -> bool {
 
 /// Outcome of several copies; each failure is printed as it occurs.
 #[derive(Default)]
-struct Outcome {
+struct CopyOutcome {
     arrived: u64,
     failed: usize,
 }
 
-impl Outcome {
+impl CopyOutcome {
     fn take(&mut self, result: Result<TransferReport, TransferError>) {
         let failures = match result {
             Ok(report) => {
@@ -393,8 +407,9 @@ mod tests {
 
     #[test]
     fn sides_are_told_apart() {
-        let here = |path: &str| Side::Here(path.into());
-        let there = |url: Option<&str>, path: &str| Side::There(url.map(Into::into), path.into());
+        let here = |path: &str| CopySide::Here(path.into());
+        let there =
+            |url: Option<&str>, path: &str| CopySide::There(url.map(Into::into), path.into());
         for (text, side) in [
             ("a/b", here("a/b")),
             ("./a:b", here("./a:b")),
@@ -418,11 +433,11 @@ mod tests {
             ),
             ("unix:///run/s:rel", there(Some("unix:///run/s"), "rel")),
         ] {
-            let parsed = Side::parse(text.as_ref(), |name| name == "worker");
+            let parsed = CopySide::parse(text.as_ref(), |name| name == "worker");
             assert_eq!(parsed.unwrap(), side, "{text}");
         }
         for text in ["host:/x", "ws://h:4600", "unix:///run/s", "ws://[::1"] {
-            let parsed = Side::parse(text.as_ref(), |name| name == "worker");
+            let parsed = CopySide::parse(text.as_ref(), |name| name == "worker");
             assert!(parsed.is_err(), "{text}");
         }
     }

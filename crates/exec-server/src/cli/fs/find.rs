@@ -4,12 +4,12 @@ use std::io::{self, Write as _};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use exec_server_client::fs::{ChangeBatch, Search, Watch};
+use exec_server_client::fs::{ChangeBatch, SearchOptions, WatchOptions};
 use exec_server_protocol::fs::{ChangeKind, SearchMatch, WatchIgnore};
 use serde_json::json;
 
 use super::args::{SearchArgs, WatchArgs};
-use super::{Place, native_bytes, prints_to_terminal, push_line};
+use super::{FilesLocation, native_bytes, prints_to_terminal, push_line};
 use crate::cli::error::notice;
 use crate::cli::print;
 use crate::cli::table::visible;
@@ -17,8 +17,8 @@ use crate::cli::table::visible;
 /// What `fs search` ends with when nothing matches.
 const NOTHING: u8 = 1;
 
-pub(super) async fn search(place: &Place, args: &SearchArgs) -> anyhow::Result<ExitCode> {
-    let options = Search {
+pub(super) async fn search(place: &FilesLocation, args: &SearchArgs) -> anyhow::Result<ExitCode> {
+    let options = SearchOptions {
         regex: !args.fixed_strings,
         case_sensitive: !args.ignore_case,
         globs: args.glob.clone(),
@@ -71,8 +71,8 @@ fn push_match(out: &mut Vec<u8>, found: &SearchMatch, for_terminal: bool) {
     }
 }
 
-pub(super) async fn watch(place: &Place, args: &WatchArgs) -> anyhow::Result<ExitCode> {
-    let options = Watch {
+pub(super) async fn watch(place: &FilesLocation, args: &WatchArgs) -> anyhow::Result<ExitCode> {
+    let options = WatchOptions {
         recursive: !args.no_recursive,
         ignore: WatchIgnore {
             gitignore: args.gitignore,

@@ -7,17 +7,19 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use exec_server_client::ExecServerError;
-use exec_server_client::fs::{DirectoryPages, Feature, ReadDirectory, Walk, WalkPages, child};
+use exec_server_client::fs::{
+    DirectoryPages, Feature, ReadDirectoryOptions, TreeWalkOptions, WalkPages, child,
+};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::codes;
-use exec_server_protocol::fs::{DirectoryEntry, Metadata, WalkResult};
+use exec_server_protocol::fs::{DirectoryEntry, MetadataResult, WalkResult};
 use exec_server_protocol::limits::MAX_PAGE_ENTRIES;
 use exec_server_transport::time::date_and_time;
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
 use super::args::{LsArgs, StatArgs, WalkArgs};
-use super::{Place, native_bytes, prints_to_terminal, push_line, shown};
+use super::{FilesLocation, native_bytes, prints_to_terminal, push_line, shown};
 use crate::cli::error::{notice, report};
 use crate::cli::print;
 use crate::cli::table::{bytes, columns, visible};
@@ -26,22 +28,22 @@ use crate::cli::table::{bytes, columns, visible};
 const PARALLEL: usize = 32;
 
 /// One line of a listing.
-struct Line {
+struct ListingLine {
     name: OsString,
     path: PathUri,
     kind: &'static str,
     target: Option<String>,
-    found: Option<Metadata>,
+    found: Option<MetadataResult>,
 }
 
-pub(super) async fn ls(place: &Place, args: &LsArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn ls(place: &FilesLocation, args: &LsArgs) -> anyhow::Result<ExitCode> {
     let mut listed = Vec::new();
     let for_terminal = prints_to_terminal();
     let mut code = ExitCode::SUCCESS;
     let mut gap = "";
     for path in &args.paths {
         let uri = place.uri(path).await?;
-        let mut listing = Listing::of(place, &uri, args);
+        let mut listing = ListingLines::of(place, &uri, args);
         let mut heading = args.paths.len() > 1;
         loop {
             let page = listing.next().await;
@@ -83,8 +85,8 @@ pub(super) async fn ls(place: &Place, args: &LsArgs) -> anyhow::Result<ExitCode>
 }
 
 /// The lines of one path, page by page.
-struct Listing<'a> {
-    place: &'a Place,
+struct ListingLines<'a> {
+    place: &'a FilesLocation,
     path: &'a PathUri,
     args: &'a LsArgs,
     begun: bool,
@@ -92,8 +94,8 @@ struct Listing<'a> {
     pages: Option<DirectoryPages>,
 }
 
-impl<'a> Listing<'a> {
-    fn of(place: &'a Place, path: &'a PathUri, args: &'a LsArgs) -> Self {
+impl<'a> ListingLines<'a> {
+    fn of(place: &'a FilesLocation, path: &'a PathUri, args: &'a LsArgs) -> Self {
         Self {
             place,
             path,
@@ -104,14 +106,14 @@ impl<'a> Listing<'a> {
     }
 
     /// The next lines in order; nothing after the last ones.
-    async fn next(&mut self) -> anyhow::Result<Option<Vec<Line>>> {
+    async fn next(&mut self) -> anyhow::Result<Option<Vec<ListingLine>>> {
         if !std::mem::replace(&mut self.begun, true) {
             let files = &self.place.files;
             let found = files.metadata(self.path, Default::default()).await?;
             if !found.is_directory {
                 return Ok(Some(vec![itself(self.path, found)]));
             }
-            let options = ReadDirectory {
+            let options = ReadDirectoryOptions {
                 links: files.supports(Feature::ListLinks).await?,
                 sandbox: None,
             };
@@ -139,8 +141,8 @@ impl<'a> Listing<'a> {
 }
 
 /// A file lists itself.
-fn itself(path: &PathUri, found: Metadata) -> Line {
-    Line {
+fn itself(path: &PathUri, found: MetadataResult) -> ListingLine {
+    ListingLine {
         name: OsString::from(shown(path)),
         path: path.clone(),
         kind: kind(&found),
@@ -149,7 +151,7 @@ fn itself(path: &PathUri, found: Metadata) -> Line {
     }
 }
 
-fn line(directory: &PathUri, entry: DirectoryEntry) -> Result<Line, ExecServerError> {
+fn line(directory: &PathUri, entry: DirectoryEntry) -> Result<ListingLine, ExecServerError> {
     let path = match entry.path {
         Some(path) => path,
         None => child(directory, &entry.file_name)?,
@@ -162,7 +164,7 @@ fn line(directory: &PathUri, entry: DirectoryEntry) -> Result<Line, ExecServerEr
         (None, false, true) => "file",
         (None, false, false) => "other",
     };
-    Ok(Line {
+    Ok(ListingLine {
         name: name.unwrap_or_else(|| entry.file_name.into()),
         path,
         kind,
@@ -171,7 +173,7 @@ fn line(directory: &PathUri, entry: DirectoryEntry) -> Result<Line, ExecServerEr
     })
 }
 
-async fn add_metadata(place: &Place, lines: &mut [Line]) -> anyhow::Result<()> {
+async fn add_metadata(place: &FilesLocation, lines: &mut [ListingLine]) -> anyhow::Result<()> {
     let mut tasks = JoinSet::new();
     let mut next = 0;
     while next < lines.len() || !tasks.is_empty() {
@@ -202,7 +204,7 @@ async fn add_metadata(place: &Place, lines: &mut [Line]) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn kind(found: &Metadata) -> &'static str {
+fn kind(found: &MetadataResult) -> &'static str {
     match (found.is_symlink, found.is_directory, found.is_file) {
         (true, ..) => "symlink",
         (_, true, _) => "directory",
@@ -211,7 +213,7 @@ fn kind(found: &Metadata) -> &'static str {
     }
 }
 
-fn to_json(line: &Line) -> Value {
+fn to_json(line: &ListingLine) -> Value {
     let mut value = json!({
         "name": line.name.to_string_lossy(),
         "path": line.path,
@@ -226,7 +228,7 @@ fn to_json(line: &Line) -> Value {
     value
 }
 
-fn long_listing(lines: &[Line]) -> String {
+fn long_listing(lines: &[ListingLine]) -> String {
     let rows = lines.iter().map(|line| {
         let letter = match line.kind {
             "directory" => 'd',
@@ -274,7 +276,7 @@ fn time(millis: i64) -> String {
     date_and_time(millis.div_euclid(1000), ' ')
 }
 
-pub(super) async fn stat(place: &Place, args: &StatArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn stat(place: &FilesLocation, args: &StatArgs) -> anyhow::Result<ExitCode> {
     let mut all = Vec::new();
     let mut text = String::new();
     for path in &args.paths {
@@ -324,13 +326,13 @@ pub(super) async fn stat(place: &Place, args: &StatArgs) -> anyhow::Result<ExitC
     Ok(ExitCode::SUCCESS)
 }
 
-pub(super) async fn walk(place: &Place, args: &WalkArgs) -> anyhow::Result<ExitCode> {
-    let options = Walk {
+pub(super) async fn walk(place: &FilesLocation, args: &WalkArgs) -> anyhow::Result<ExitCode> {
+    let options = TreeWalkOptions {
         max_depth: args.depth,
         max_entries: args.entries.min(MAX_PAGE_ENTRIES),
         follow_directory_symlinks: args.follow,
         prune_hidden_directories: args.prune_hidden,
-        ..Walk::default()
+        ..TreeWalkOptions::default()
     };
     let path = place.uri(&args.path).await?;
     let walked = match args.entries > MAX_PAGE_ENTRIES {
@@ -368,9 +370,9 @@ pub(super) async fn walk(place: &Place, args: &WalkArgs) -> anyhow::Result<ExitC
 
 /// Walks page by page until there are so many entries.
 async fn walk_pages(
-    place: &Place,
+    place: &FilesLocation,
     path: &PathUri,
-    options: Walk,
+    options: TreeWalkOptions,
     entries: usize,
 ) -> Result<WalkResult, ExecServerError> {
     let mut pages = WalkPages::new(place.files.clone(), path, options);

@@ -28,7 +28,7 @@ const SEARCH_FAILED: u8 = 2;
 pub(super) fn run(args: &FsArgs) -> anyhow::Result<ExitCode> {
     let runtime = runtime()?;
     let work = async {
-        let place = Place::new(on::resolve(&args.server)?).await?;
+        let place = FilesLocation::new(on::resolve(&args.server)?).await?;
         match &args.command {
             FsCommand::Ls(args) => list::ls(&place, args).await,
             FsCommand::Cat(args) => copy::cat(&place, args).await,
@@ -63,23 +63,23 @@ pub(super) fn run_cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// Where the files are.
-struct Place {
+struct FilesLocation {
     files: Arc<dyn ExecutorFileSystem>,
     /// What relative paths are relative to.
     directory: Option<PathBuf>,
 }
 
-impl Place {
+impl FilesLocation {
     /// In the place that was named.
-    async fn new(place: on::Place) -> anyhow::Result<Self> {
+    async fn new(place: on::CommandLocation) -> anyhow::Result<Self> {
         let here = || std::env::current_dir().context("no working directory");
-        let on::Place::There(there) = place else {
+        let on::CommandLocation::There(there) = place else {
             return Ok(Self {
                 files: Arc::new(LocalFileSystem::new()),
                 directory: Some(here()?),
             });
         };
-        let on::Reached {
+        let on::ReachedSession {
             client,
             map,
             directory,

@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use exec_server_client::transfer::{Progress, ProgressFn};
+use exec_server_client::transfer::{ProgressFn, TransferProgress};
 use exec_server_sync::Mutex;
 use rustix::termios::{isatty, tcgetwinsize};
 
@@ -14,18 +14,18 @@ use crate::cli::table::{bytes, visible};
 const INTERVAL: Duration = Duration::from_millis(100);
 
 /// The line, if there is a terminal to show it on.
-pub(super) struct Bar(Option<Arc<Mutex<Line>>>);
+pub(super) struct ProgressLine(Option<Arc<Mutex<ProgressState>>>);
 
-struct Line {
+struct ProgressState {
     begun: Instant,
     shown: Option<Instant>,
 }
 
-impl Bar {
+impl ProgressLine {
     pub(super) fn new(quiet: bool) -> Self {
         let shows = !quiet && isatty(rustix::stdio::stderr());
         Self(shows.then(|| {
-            Arc::new(Mutex::new(Line {
+            Arc::new(Mutex::new(ProgressState {
                 begun: Instant::now(),
                 shown: None,
             }))
@@ -51,7 +51,7 @@ impl Bar {
     }
 }
 
-impl Drop for Bar {
+impl Drop for ProgressLine {
     fn drop(&mut self) {
         let Some(line) = &self.0 else {
             return;
@@ -63,7 +63,7 @@ impl Drop for Bar {
     }
 }
 
-fn render(progress: &Progress<'_>, elapsed: Duration, width: usize) -> String {
+fn render(progress: &TransferProgress<'_>, elapsed: Duration, width: usize) -> String {
     const CELLS: u64 = 20;
     let total = progress.total_bytes.max(1);
     let done = progress.bytes.min(total);

@@ -3,17 +3,17 @@
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 
-use exec_server_testkit::wire::{Subject, Transport, chunk};
+use exec_server_testkit::wire::{TestedServer, Transport, chunk};
 use serde_json::{Value, json};
 use tokio::process::Command;
 
-use super::{MIB, Scene, fifo, uri, walk_options};
+use super::{FsFixture, MIB, fifo, uri, walk_options};
 use crate::program;
 
 /// A call: method, file name, params, error code and part of the message.
-type Row = (&'static str, &'static str, Value, i64, &'static str);
+type FaultCase = (&'static str, &'static str, Value, i64, &'static str);
 
-async fn check(scene: &mut Scene, rows: Vec<Row>) {
+async fn check(scene: &mut FsFixture, rows: Vec<FaultCase>) {
     for (method, name, params, code, message) in rows {
         let printed = scene.fails(method, name, params, code).await;
         assert!(printed.contains(message), "{method} {name}: {printed}");
@@ -27,7 +27,7 @@ async fn check(scene: &mut Scene, rows: Vec<Row>) {
 
 #[tokio::test]
 async fn fs_errors_have_the_code_of_their_cause() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::create_dir_all(scene.path("d/e")).unwrap();
     fs::write(scene.path("f"), "hello").unwrap();
     symlink("loop", scene.path("loop")).unwrap();
@@ -180,7 +180,7 @@ async fn fs_errors_have_the_code_of_their_cause() {
 
 #[tokio::test]
 async fn fs_methods_resolve_dot_dot_and_reject_foreign_paths() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::create_dir(scene.path("d")).unwrap();
     fs::write(scene.path("f"), "x").unwrap();
     let root = uri(&scene.root);
@@ -226,7 +226,7 @@ async fn fs_methods_resolve_dot_dot_and_reject_foreign_paths() {
 }
 
 /// A server for which two empty directories are a small and a read-only filesystem.
-async fn server_with_small_filesystems(root: &std::path::Path) -> Subject {
+async fn server_with_small_filesystems(root: &std::path::Path) -> TestedServer {
     let script = "set -e; mount -t tmpfs -o size=1m none \"$ROOT/small\"; \
                   mount -t tmpfs -o ro none \"$ROOT/fixed\"; exec \"$0\" \"$@\"";
     let mut command = Command::new("unshare");
@@ -234,7 +234,7 @@ async fn server_with_small_filesystems(root: &std::path::Path) -> Subject {
         .args(["--user", "--map-root-user", "--mount", "sh", "-c", script])
         .arg(env!("CARGO_BIN_EXE_exec-server"))
         .env("ROOT", root);
-    Subject::start(Transport::Websocket, command).await
+    TestedServer::start(Transport::Websocket, command).await
 }
 
 #[tokio::test]
@@ -245,7 +245,7 @@ async fn full_disk_leaves_the_old_content() {
     fs::create_dir(root.join("fixed")).unwrap();
     let mut server = server_with_small_filesystems(&root).await;
     let client = server.session().await;
-    let mut scene = Scene {
+    let mut scene = FsFixture {
         client,
         server,
         root,
@@ -324,7 +324,7 @@ async fn full_disk_leaves_the_old_content() {
 /// The memory of a process is a file whose first page cannot be read.
 #[tokio::test]
 async fn read_error_of_a_disk_is_reported_and_closes_the_handle() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     let path = "file:///proc/self/mem";
     for method in ["fs/readFile", "fs/hash"] {
         let failure = scene.client.refused(method, json!({"path": path})).await;
@@ -358,9 +358,9 @@ async fn permission_errors_are_reported_for_an_unprivileged_user() {
     } else {
         program()
     };
-    let mut server = Subject::start(Transport::Websocket, command).await;
+    let mut server = TestedServer::start(Transport::Websocket, command).await;
     let client = server.session().await;
-    let mut scene = Scene::of(server, client);
+    let mut scene = FsFixture::of(server, client);
     fs::create_dir_all(scene.path("closed/in")).unwrap();
     fs::write(scene.path("secret"), "s").unwrap();
     fs::write(scene.path("mine"), "m").unwrap();

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use exec_server_testkit::wire::{Transport, bytes, chunk, fields};
 use serde_json::json;
 
-use super::{MIB, Scene, fifo, names, uri};
+use super::{FsFixture, MIB, fifo, names, uri};
 use crate::over_all;
 
 over_all! {
@@ -19,7 +19,7 @@ over_all! {
 }
 
 async fn read_file_returns_what_write_file_wrote(on: Transport) {
-    let mut scene = Scene::new(on).await;
+    let mut scene = FsFixture::new(on).await;
     let data: Vec<u8> = (0..200_000u32).map(|n| (n * 7) as u8).collect();
     for data in [&data[..], b"", b"short"] {
         scene.write("f", data).await;
@@ -39,7 +39,7 @@ async fn read_file_returns_what_write_file_wrote(on: Transport) {
 }
 
 async fn response_larger_than_a_frame_is_split_into_frames(on: Transport) {
-    let mut scene = Scene::new(on).await;
+    let mut scene = FsFixture::new(on).await;
     let data = vec![b'x'; 20 * MIB];
     fs::write(scene.path("f"), &data).unwrap();
     // The test client accepts frames of 16 MiB, as compatible clients do.
@@ -48,7 +48,7 @@ async fn response_larger_than_a_frame_is_split_into_frames(on: Transport) {
 
 #[tokio::test]
 async fn read_file_beyond_the_message_limit_suggests_open_and_read_block() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     for (megabytes, expected) in [
         (50, "67108864"),
         (50, "fs/open and fs/readBlock"),
@@ -63,7 +63,7 @@ async fn read_file_beyond_the_message_limit_suggests_open_and_read_block() {
 
 #[tokio::test]
 async fn read_of_a_changing_file_returns_valid_data() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     let path = scene.path("f");
     fs::write(&path, vec![b'a'; MIB]).unwrap();
     let done = Arc::new(AtomicBool::new(false));
@@ -98,7 +98,7 @@ async fn read_of_a_changing_file_returns_valid_data() {
 
 #[tokio::test]
 async fn write_file_sets_mode_and_modification_time() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     let params =
         json!({"dataBase64": "eA==", "mode": 0o4711, "modifiedAtMs": 1_600_000_000_123_i64});
     scene.ok("fs/writeFile", "f", params).await;
@@ -128,7 +128,7 @@ async fn write_file_sets_mode_and_modification_time() {
 
 #[tokio::test]
 async fn write_file_keeps_owner_mode_and_links() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "old").unwrap();
     fs::set_permissions(scene.path("f"), fs::Permissions::from_mode(0o640)).unwrap();
     // Only root can change the owner of a file.
@@ -160,7 +160,7 @@ async fn write_file_keeps_owner_mode_and_links() {
 
 #[tokio::test]
 async fn get_metadata_returns_all_fields() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "hello").unwrap();
     fs::set_permissions(scene.path("f"), fs::Permissions::from_mode(0o1640)).unwrap();
     symlink("./f", scene.path("link")).unwrap();
@@ -201,7 +201,7 @@ async fn get_metadata_returns_all_fields() {
 
 #[tokio::test]
 async fn set_metadata_changes_mode_and_time() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "").unwrap();
     symlink("f", scene.path("link")).unwrap();
     for (name, follow, mode, time) in [
@@ -241,7 +241,7 @@ async fn set_metadata_changes_mode_and_time() {
 
 #[tokio::test]
 async fn create_symlink_stores_the_given_target() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     scene
         .ok(
             "fs/createSymlink",
@@ -271,7 +271,7 @@ async fn create_symlink_stores_the_given_target() {
 
 #[tokio::test]
 async fn hash_covers_the_file_or_its_first_bytes() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "hello world").unwrap();
     let hello = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824";
     let world = "b94d27b9934d3e08a52e52d7da7dabfac484efe37a5380ee9088f7ace2efcde9";
@@ -291,7 +291,7 @@ async fn hash_covers_the_file_or_its_first_bytes() {
 
 #[tokio::test]
 async fn write_file_writes_special_files_in_place() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     symlink("/dev/null", scene.path("null")).unwrap();
     scene.write("null", b"gone").await;
     assert!(

@@ -7,7 +7,7 @@ use exec_server_testkit::proc::eventually;
 use exec_server_testkit::wire::{Transport, bytes, chunk};
 use serde_json::json;
 
-use super::{MIB, Scene, fifo};
+use super::{FsFixture, MIB, fifo};
 use crate::flow::still;
 use crate::over_all;
 
@@ -17,7 +17,7 @@ over_all! {
 }
 
 async fn blocks_written_through_a_handle_read_back_exactly(on: Transport) {
-    let mut scene = Scene::new(on).await;
+    let mut scene = FsFixture::new(on).await;
     let data: Vec<u8> = (0..3 * MIB + 5).map(|n| ((n * 31) >> 3) as u8).collect();
     scene
         .ok("fs/open", "f", json!({"handleId": "w", "mode": "replace"}))
@@ -51,7 +51,7 @@ async fn blocks_written_through_a_handle_read_back_exactly(on: Transport) {
 }
 
 async fn atomic_write_becomes_visible_only_at_commit(on: Transport) {
-    let mut scene = Scene::new(on).await;
+    let mut scene = FsFixture::new(on).await;
     fs::write(scene.path("f"), "old").unwrap();
     fs::set_permissions(scene.path("f"), fs::Permissions::from_mode(0o600)).unwrap();
     symlink("f", scene.path("link")).unwrap();
@@ -77,7 +77,7 @@ async fn atomic_write_becomes_visible_only_at_commit(on: Transport) {
 
 #[tokio::test]
 async fn update_keeps_the_bytes_it_does_not_write() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "0123456789").unwrap();
     for (name, expected) in [("f", "01xx456789"), ("new", "\0\0xx")] {
         let open = json!({"handleId": "u", "mode": "update"});
@@ -91,7 +91,7 @@ async fn update_keeps_the_bytes_it_does_not_write() {
 
 #[tokio::test]
 async fn open_rejects_missing_special_and_unsupported_files() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "x").unwrap();
     fs::create_dir(scene.path("d")).unwrap();
     symlink("nowhere", scene.path("dangling")).unwrap();
@@ -127,7 +127,7 @@ async fn open_rejects_missing_special_and_unsupported_files() {
 
 #[tokio::test]
 async fn handles_are_limited_in_number_id_and_block_length() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "x").unwrap();
     for n in 0..128 {
         let mode = ["read", "update", "atomic"][n % 3];
@@ -180,7 +180,7 @@ async fn handles_are_limited_in_number_id_and_block_length() {
 /// Long blocks are decoded on another thread, with the same checks.
 #[tokio::test]
 async fn invalid_base64_is_rejected_in_short_and_long_blocks() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     let open = json!({"handleId": "h", "mode": "replace"});
     scene.ok("fs/open", "f", open).await;
     for len in [1000, 200_000, MIB] {
@@ -214,7 +214,7 @@ async fn invalid_base64_is_rejected_in_short_and_long_blocks() {
 /// All calls are pipelined.
 #[tokio::test]
 async fn calls_on_one_handle_run_in_order() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     for round in 0..20 {
         let path = scene.uri("f");
         let mut writes = vec![scene.client.queue(
@@ -249,7 +249,7 @@ async fn calls_on_one_handle_run_in_order() {
 
 #[tokio::test]
 async fn many_concurrent_block_reads_all_return() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     let file = fs::File::create(scene.path("f")).unwrap();
     file.set_len(200 * MIB as u64).unwrap();
     // More requests than are answered at a time, over two handles.
@@ -270,7 +270,7 @@ async fn many_concurrent_block_reads_all_return() {
 
 #[tokio::test]
 async fn closed_connection_removes_uncommitted_writes() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "old").unwrap();
     let mut other = scene.server.session().await;
     for handle in ["a", "b"] {
@@ -300,7 +300,7 @@ async fn closed_connection_removes_uncommitted_writes() {
 #[tokio::test]
 async fn server_exit_removes_uncommitted_writes() {
     for on in [Transport::Websocket, Transport::Unix, Transport::Stdio] {
-        let mut scene = Scene::new(on).await;
+        let mut scene = FsFixture::new(on).await;
         fs::write(scene.path("f"), "old").unwrap();
         let open = json!({"handleId": "a", "mode": "atomic"});
         scene.ok("fs/open", "f", open).await;
@@ -316,7 +316,7 @@ async fn server_exit_removes_uncommitted_writes() {
 /// Three hashes that would take minutes, and other requests meanwhile.
 #[tokio::test]
 async fn hash_delays_nothing_and_ends_with_its_connection() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     let pid = scene.server.server_pid().await;
     let file = fs::File::create(scene.path("sparse")).unwrap();
     file.set_len(1 << 40).unwrap();
@@ -334,7 +334,7 @@ async fn hash_delays_nothing_and_ends_with_its_connection() {
         other.ok("fs/readBlock", read).await;
         assert_eq!(scene.read("f").await, b"x");
     }
-    let started = exec_server_testkit::wire::Start::sh("p", "exit 3");
+    let started = exec_server_testkit::wire::StartBuilder::sh("p", "exit 3");
     assert_eq!(other.run(started).await.exit_code(), 3);
     assert!(slow.iter().all(|id| !other.has_answer(*id)));
     drop(other);

@@ -8,7 +8,7 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use exec_server_testkit::wire::Transport;
 use serde_json::{Value, json};
 
-use super::{Scene, fifo, names, uri, walk_options};
+use super::{FsFixture, fifo, names, uri, walk_options};
 use crate::over_all;
 
 over_all! {
@@ -16,7 +16,7 @@ over_all! {
 }
 
 /// Entries of a walk, relative to the root of the scene.
-fn walked(scene: &Scene, answer: &Value) -> Vec<String> {
+fn walked(scene: &FsFixture, answer: &Value) -> Vec<String> {
     let root = format!("{}/", uri(&scene.root));
     answer["entries"]
         .as_array()
@@ -35,7 +35,7 @@ fn walked(scene: &Scene, answer: &Value) -> Vec<String> {
 }
 
 async fn directory_tree_is_created_listed_walked_copied_moved_and_removed(on: Transport) {
-    let mut scene = Scene::new(on).await;
+    let mut scene = FsFixture::new(on).await;
     scene.ok("fs/createDirectory", "a/b/c", json!({})).await;
     scene.write("a/f", b"1").await;
     scene.write("a/b/g", b"2").await;
@@ -87,7 +87,7 @@ async fn directory_tree_is_created_listed_walked_copied_moved_and_removed(on: Tr
 
 #[tokio::test]
 async fn file_names_that_are_not_utf8_can_be_used() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     let name = OsStr::from_bytes(b"bad\xff\"");
     fs::create_dir(scene.root.join(name)).unwrap();
     fs::write(scene.root.join(name).join("in"), "x").unwrap();
@@ -126,7 +126,7 @@ async fn file_names_that_are_not_utf8_can_be_used() {
 
 #[tokio::test]
 async fn directory_of_100000_entries_is_rejected_by_list_and_truncated_by_walk() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::create_dir(scene.path("many")).unwrap();
     for n in 0..100_000 {
         fs::File::create(scene.path("many").join(format!("{n:06}"))).unwrap();
@@ -172,7 +172,7 @@ fn crowded(count: usize) -> tempfile::TempDir {
 async fn a_directory_of_any_size_is_listed_page_by_page() {
     const COUNT: usize = 120_000;
     let directory = crowded(COUNT);
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     let path = uri(&directory.path().join("many"));
     let mut params = json!({"path": path, "limit": 50_000});
     let (mut seen, mut pages) = (Vec::new(), Vec::new());
@@ -213,7 +213,7 @@ async fn a_tree_of_any_size_is_walked_page_by_page() {
     fs::create_dir_all(directory.path().join("a/b")).unwrap();
     fs::write(directory.path().join("a/b/c"), "").unwrap();
     fs::write(directory.path().join("z"), "").unwrap();
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     let root = format!("{}/", uri(directory.path()));
     let mut params =
         json!({"path": uri(directory.path()), "options": walk_options(), "limit": 50_000});
@@ -243,7 +243,7 @@ async fn a_tree_of_any_size_is_walked_page_by_page() {
 
 #[tokio::test]
 async fn pages_have_bounds_and_cursors_a_form() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::create_dir(scene.path("d")).unwrap();
     for name in ["d/1", "d/2", "d/3"] {
         fs::write(scene.path(name), "").unwrap();
@@ -286,7 +286,7 @@ async fn pages_have_bounds_and_cursors_a_form() {
 
 #[tokio::test]
 async fn walk_visits_directories_in_a_link_loop_once() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::create_dir_all(scene.path("a/b")).unwrap();
     symlink("..", scene.path("a/b/up")).unwrap();
     symlink(".", scene.path("self")).unwrap();
@@ -305,14 +305,14 @@ async fn walk_visits_directories_in_a_link_loop_once() {
 
 #[tokio::test]
 async fn copy_follows_no_links_and_rejects_copies_into_itself() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::create_dir_all(scene.path("d/sub")).unwrap();
     fs::write(scene.path("d/f"), "x").unwrap();
     symlink("sub", scene.path("d/link")).unwrap();
     symlink("d", scene.path("same")).unwrap();
     fifo(&scene.path("d/fifo"));
     fifo(&scene.path("fifo"));
-    let copy = |scene: &Scene, from: &str, to: &str, recursive: bool| json!({"sourcePath": scene.uri(from), "destinationPath": scene.uri(to), "recursive": recursive});
+    let copy = |scene: &FsFixture, from: &str, to: &str, recursive: bool| json!({"sourcePath": scene.uri(from), "destinationPath": scene.uri(to), "recursive": recursive});
     for (from, to, recursive, code, message) in [
         ("no", "q", true, -32004, "os error 2"),
         ("d", "q", false, -32600, "requires recursive: true"),
@@ -355,7 +355,7 @@ async fn copy_follows_no_links_and_rejects_copies_into_itself() {
 /// Shared memory is a separate filesystem nearly everywhere; elsewhere this is a plain rename.
 #[tokio::test]
 async fn rename_moves_trees_to_another_filesystem() {
-    let mut scene = Scene::new(Transport::Websocket).await;
+    let mut scene = FsFixture::new(Transport::Websocket).await;
     let other = tempfile::tempdir_in("/dev/shm").unwrap();
     fs::create_dir_all(scene.path("d/sub")).unwrap();
     fs::write(scene.path("d/sub/f"), "x").unwrap();

@@ -11,11 +11,11 @@ use exec_server_protocol::fs::WalkOptions;
 use rustix::fs::FileType;
 use rustix::io::Errno;
 
-use super::super::directory::{Kind, Listing, ReadError, order, read_first};
+use super::super::directory::{DirectoryListing, EntryType, ReadError, order, read_first};
 use super::super::open::file_type;
-use super::super::page::{Page, cursor};
-use super::super::{Cancelled, FsError, at, go_on};
-use super::{Budget, Walked, check_bounds, is_pruned, open_to_list};
+use super::super::page::{ListingPage, cursor};
+use super::super::{CancelCheck, FsError, at, go_on};
+use super::{WalkBudget, Walked, check_bounds, is_pruned, open_to_list};
 
 /// Lists a page of a tree: directories and regular files.
 ///
@@ -24,12 +24,12 @@ use super::{Budget, Walked, check_bounds, is_pruned, open_to_list};
 pub(in crate::fs) fn walk_page(
     root: &Path,
     options: WalkOptions,
-    page: &Page,
-    cancelled: Cancelled<'_>,
+    page: &ListingPage,
+    cancelled: CancelCheck<'_>,
 ) -> Result<Walked, FsError> {
     check_bounds(&options)?;
     let found = rustix::fs::lstat(root).map_err(at(root))?;
-    let mut walker = Walker {
+    let mut walker = PageWalker {
         options,
         limit: page.limit.min(options.max_entries),
         cancelled,
@@ -38,7 +38,7 @@ pub(in crate::fs) fn walk_page(
         last: page.after.clone(),
         listed: 0,
         entered: 0,
-        budget: Budget::default(),
+        budget: WalkBudget::default(),
     };
     if file_type(&found) != FileType::Directory {
         return Ok(walker.walked);
@@ -50,34 +50,34 @@ pub(in crate::fs) fn walk_page(
     Ok(walker.walked)
 }
 
-struct Walker<'a> {
+struct PageWalker<'a> {
     options: WalkOptions,
     /// Maximum number of entries of the page.
     limit: usize,
-    cancelled: Cancelled<'a>,
+    cancelled: CancelCheck<'a>,
     walked: Walked,
     /// Directories being listed, each below the one before.
-    levels: Vec<Level>,
+    levels: Vec<OpenDirectory>,
     /// Path of the last listed entry, relative to the root.
     last: Vec<u8>,
     listed: usize,
     entered: usize,
-    budget: Budget,
+    budget: WalkBudget,
 }
 
 /// A directory being listed.
-struct Level {
+struct OpenDirectory {
     directory: PathBuf,
     /// Path relative to the root, with a trailing slash unless it is the root.
     prefix: Vec<u8>,
     /// Names left to list, in order.
-    names: Listing,
+    names: DirectoryListing,
     position: usize,
     /// More names exist than the page can hold.
     cut: bool,
 }
 
-impl Level {
+impl OpenDirectory {
     /// Number of names left to list.
     fn left(&self) -> usize {
         self.names.len() - self.position
@@ -85,7 +85,7 @@ impl Level {
 
     /// Drops all names except the next `count`.
     fn keep(&mut self, count: usize) {
-        let mut kept = Listing::default();
+        let mut kept = DirectoryListing::default();
         for (name, kind) in self.names.iter().skip(self.position).take(count) {
             kept.push(name.as_bytes(), kind);
         }
@@ -103,7 +103,7 @@ enum Entered {
     Full,
 }
 
-impl Walker<'_> {
+impl PageWalker<'_> {
     /// Enters the directories that contain the start of the page; false if the page is full.
     fn resume(&mut self, root: &Path) -> Result<bool, FsError> {
         let after = std::mem::take(&mut self.last);
@@ -156,7 +156,7 @@ impl Walker<'_> {
             self.last.clone_from(&level.prefix);
             self.last.extend_from_slice(name.as_bytes());
             self.walked.push(&level.directory, name, kind);
-            if kind == Kind::Directory {
+            if kind == EntryType::Directory {
                 let directory = level.directory.join(name);
                 let name = name.to_owned();
                 if !self.may_enter(depth, name.as_bytes()) {
@@ -199,9 +199,9 @@ impl Walker<'_> {
                 });
             }
         };
-        let mut names = Listing::default();
+        let mut names = DirectoryListing::default();
         let is_wanted = |name: &[u8], kind| {
-            matches!(kind, Kind::Directory | Kind::File)
+            matches!(kind, EntryType::Directory | EntryType::File)
                 && after.is_none_or(|after| order(name, after).is_gt())
         };
         match read_first(&fd, room + 1, self.cancelled, is_wanted, &mut names) {
@@ -215,7 +215,7 @@ impl Walker<'_> {
             }
         }
         names.sort();
-        let mut level = Level {
+        let mut level = OpenDirectory {
             directory,
             prefix,
             names,
@@ -232,7 +232,7 @@ impl Walker<'_> {
 
     /// Drops names that do not fit the page, when there are many of them.
     fn trim(&mut self, room: usize) {
-        let all: usize = self.levels.iter().map(Level::left).sum();
+        let all: usize = self.levels.iter().map(OpenDirectory::left).sum();
         if all <= 2 * self.limit {
             return;
         }
@@ -260,7 +260,7 @@ mod tests {
 
     /// The pages of a walk, each as paths relative to the root.
     fn pages(root: &Path, options: WalkOptions, limit: usize) -> Vec<Vec<String>> {
-        let mut page = Page {
+        let mut page = ListingPage {
             limit,
             after: Vec::new(),
         };
@@ -281,7 +281,7 @@ mod tests {
             let Some(next) = walked.next else {
                 return all;
             };
-            let next = Page::of(Some(limit), Some(&next)).unwrap().unwrap();
+            let next = ListingPage::of(Some(limit), Some(&next)).unwrap().unwrap();
             assert_ne!(next, page, "a page must lead further");
             page = next;
         }
@@ -364,7 +364,7 @@ mod tests {
     #[test]
     fn removed_cursor_entry_does_not_stop_the_walk() {
         let directory = tree(&["a/1", "a/b/2", "a/b/3", "c", "d"]);
-        let mut page = Page {
+        let mut page = ListingPage {
             limit: 3,
             after: Vec::new(),
         };
@@ -395,7 +395,7 @@ mod tests {
             deep.push("a");
             fs::create_dir(&deep).unwrap();
         }
-        let mut walker = Walker {
+        let mut walker = PageWalker {
             options: ALL,
             limit: 100,
             cancelled: &|| false,
@@ -404,7 +404,7 @@ mod tests {
             last: Vec::new(),
             listed: 0,
             entered: 0,
-            budget: Budget::default(),
+            budget: WalkBudget::default(),
         };
         assert!(walker.resume(directory.path()).unwrap());
         assert!(!walker.list().unwrap());
@@ -425,7 +425,7 @@ mod tests {
         ) {
             let files: Vec<&str> = steady.iter().map(String::as_str).collect();
             let directory = tree(&files);
-            let mut page = Page { limit, after: Vec::new() };
+            let mut page = ListingPage { limit, after: Vec::new() };
             let (mut seen, mut coming) = (HashSet::new(), coming.into_iter());
             loop {
                 let walked = walk_page(directory.path(), ALL, &page, &|| false).unwrap();
@@ -442,7 +442,7 @@ mod tests {
                     fs::write(path, "").unwrap();
                 }
                 match walked.next {
-                    Some(next) => page = Page::of(Some(limit), Some(&next)).unwrap().unwrap(),
+                    Some(next) => page = ListingPage::of(Some(limit), Some(&next)).unwrap().unwrap(),
                     None => break,
                 }
             }

@@ -24,18 +24,18 @@ use super::tree::{init, is_gone};
 
 /// Wait for one of several missing paths to appear, or for an existing path to change.
 #[derive(Debug)]
-pub struct Missing {
+pub struct MissingPathWait {
     inotify: Arc<AsyncFd<OwnedFd>>,
     missing: Vec<PathBuf>,
     /// The first missing component of each path.
     awaited: Vec<PathBuf>,
-    present: Option<Present>,
+    present: Option<PresentPath>,
     /// Relevant names in each watched directory.
     names: HashMap<i32, Vec<OsString>>,
 }
 
 #[derive(Debug)]
-struct Present {
+struct PresentPath {
     path: PathBuf,
     /// Device and inode.
     identity: (u64, u64),
@@ -61,7 +61,7 @@ const PRESENT: WatchFlags = WatchFlags::MODIFY
     .union(WatchFlags::MOVE_SELF)
     .union(WatchFlags::MASK_ADD);
 
-impl Missing {
+impl MissingPathWait {
     /// Starts watching. Blocks briefly; must be called within a runtime.
     ///
     /// Returns `None` if one of the missing paths exists, or the present path does not.
@@ -92,7 +92,7 @@ impl Missing {
             let Some(identity) = identity(&path) else {
                 return Ok(None);
             };
-            watch.present = Some(Present {
+            watch.present = Some(PresentPath {
                 path,
                 identity,
                 descriptor,
@@ -121,9 +121,9 @@ impl Missing {
             let heard = self.read();
             ready.clear_ready();
             match heard? {
-                Heard::Nothing => continue,
-                Heard::Change => return Ok(()),
-                Heard::Maybe => {}
+                EventRelevance::Nothing => continue,
+                EventRelevance::Change => return Ok(()),
+                EventRelevance::Maybe => {}
             }
             let looked = tokio::task::spawn_blocking(move || {
                 let armed = self.arm();
@@ -140,10 +140,10 @@ impl Missing {
     }
 
     /// Reads events from the kernel.
-    fn read(&self) -> io::Result<Heard> {
+    fn read(&self) -> io::Result<EventRelevance> {
         let mut buffer = [MaybeUninit::uninit(); 4096];
         let mut reader = Reader::new(self.inotify.get_ref(), &mut buffer);
-        let mut heard = Heard::Nothing;
+        let mut heard = EventRelevance::Nothing;
         loop {
             let event = match reader.next() {
                 Ok(event) => event,
@@ -159,7 +159,7 @@ impl Missing {
                 .file_name()
                 .map(|name| OsStr::from_bytes(name.to_bytes()));
             if is_present {
-                return Ok(Heard::Change);
+                return Ok(EventRelevance::Change);
             }
             let concerns = match (name, self.names.get(&event.wd())) {
                 _ if event.events().contains(ReadFlags::QUEUE_OVERFLOW) => true,
@@ -167,7 +167,7 @@ impl Missing {
                 (Some(name), names) => names.is_some_and(|names| names.iter().any(|n| n == name)),
             };
             if concerns {
-                heard = Heard::Maybe;
+                heard = EventRelevance::Maybe;
             }
         }
     }
@@ -200,12 +200,12 @@ impl Missing {
 
     fn is_changed(&self) -> bool {
         let appeared = self.awaited.iter().any(|path| exists(path));
-        let replaced = |present: &Present| identity(&present.path) != Some(present.identity);
+        let replaced = |present: &PresentPath| identity(&present.path) != Some(present.identity);
         appeared || self.present.as_ref().is_some_and(replaced)
     }
 }
 
-enum Heard {
+enum EventRelevance {
     Nothing,
     /// A relevant event that requires a check.
     Maybe,

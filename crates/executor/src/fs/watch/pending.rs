@@ -15,7 +15,7 @@ use exec_server_protocol::fs::ChangeKind;
 
 /// A change as the kernel or a scan reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Happening<'a> {
+pub(super) enum ReportedChange<'a> {
     /// The path is new; with `replaced`, it may have replaced another entry.
     Created {
         /// The path.
@@ -47,7 +47,7 @@ pub(super) enum Happening<'a> {
 
 /// A change as it is delivered.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Told {
+pub(super) struct DeliveredChange {
     pub(super) path: Arc<Path>,
     pub(super) kind: ChangeKind,
     pub(super) from: Option<Arc<Path>>,
@@ -55,9 +55,9 @@ pub(super) struct Told {
 
 /// Changes waiting for the subscriber.
 #[derive(Debug, Default)]
-pub(super) struct Pending {
+pub(super) struct PendingChanges {
     /// In order; entries that became redundant are `None`.
-    entries: VecDeque<Option<Entry>>,
+    entries: VecDeque<Option<PendingChange>>,
     /// Number of the first element of `entries`.
     first: usize,
     /// Number of the entry that a further change of a path is merged into.
@@ -70,13 +70,13 @@ pub(super) struct Pending {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct PendingChange {
     path: Arc<Path>,
-    kind: Kind,
+    kind: PendingKind,
 }
 
 #[derive(Debug, Clone)]
-enum Kind {
+enum PendingKind {
     Created { replaced: bool },
     Modified,
     Removed,
@@ -95,22 +95,22 @@ const ENTRY_BYTES: usize = 96;
 /// Fewer redundant entries than this are not worth compacting.
 const MIN_HOLES: usize = 1024;
 
-impl Pending {
+impl PendingChanges {
     /// Records a change.
-    pub(super) fn record(&mut self, happening: Happening<'_>) {
+    pub(super) fn record(&mut self, happening: ReportedChange<'_>) {
         if self.overflow {
             return;
         }
         match happening {
-            Happening::Created { path, replaced } => self.created(path, replaced),
-            Happening::Modified(path) => self.modified(path),
-            Happening::Removed { path, tree: false } => self.removed(path),
-            Happening::Removed { path, tree: true } => {
+            ReportedChange::Created { path, replaced } => self.created(path, replaced),
+            ReportedChange::Modified(path) => self.modified(path),
+            ReportedChange::Removed { path, tree: false } => self.removed(path),
+            ReportedChange::Removed { path, tree: true } => {
                 self.freeze();
-                self.push(path, Kind::Removed);
+                self.push(path, PendingKind::Removed);
                 self.freeze();
             }
-            Happening::Renamed { from, to, tree } => {
+            ReportedChange::Renamed { from, to, tree } => {
                 if tree {
                     // Changes waiting below either path must be delivered before this one.
                     self.freeze();
@@ -120,7 +120,7 @@ impl Pending {
                     self.freeze();
                 }
             }
-            Happening::Overflow => self.give_up(),
+            ReportedChange::Overflow => self.give_up(),
         }
         if self.live > MAX_LIVE || self.bytes > MAX_BYTES {
             self.give_up();
@@ -133,11 +133,11 @@ impl Pending {
     }
 
     /// Takes the oldest changes; the flag says whether all changes before them were lost.
-    pub(super) fn take(&mut self, max: usize, max_bytes: usize) -> (Vec<Told>, bool) {
+    pub(super) fn take(&mut self, max: usize, max_bytes: usize) -> (Vec<DeliveredChange>, bool) {
         if std::mem::take(&mut self.overflow) {
             return (Vec::new(), true);
         }
-        let mut told: Vec<Told> = Vec::new();
+        let mut told: Vec<DeliveredChange> = Vec::new();
         let mut bytes = 0;
         while told.len() < max && bytes < max_bytes {
             let Some(entry) = self.entries.pop_front() else {
@@ -145,14 +145,14 @@ impl Pending {
             };
             let number = self.first;
             self.first += 1;
-            let Some(Entry { path, kind }) = entry else {
+            let Some(PendingChange { path, kind }) = entry else {
                 continue;
             };
             self.live -= 1;
             self.bytes -= cost(&path, &kind);
             bytes += path.as_os_str().len();
             let mut tell = |kind, from| {
-                told.push(Told {
+                told.push(DeliveredChange {
                     path: Arc::clone(&path),
                     kind,
                     from,
@@ -160,17 +160,17 @@ impl Pending {
             };
             let mut rest = false;
             match kind {
-                Kind::Created { .. } => tell(ChangeKind::Created, None),
-                Kind::Modified => tell(ChangeKind::Modified, None),
-                Kind::Removed => tell(ChangeKind::Removed, None),
-                Kind::Renamed { from, modified } => {
+                PendingKind::Created { .. } => tell(ChangeKind::Created, None),
+                PendingKind::Modified => tell(ChangeKind::Modified, None),
+                PendingKind::Removed => tell(ChangeKind::Removed, None),
+                PendingKind::Renamed { from, modified } => {
                     bytes += from.as_os_str().len();
                     tell(ChangeKind::Renamed, Some(from));
                     rest = modified;
                 }
             }
             if rest && told.len() < max {
-                told.push(Told {
+                told.push(DeliveredChange {
                     path: Arc::clone(&path),
                     kind: ChangeKind::Modified,
                     from: None,
@@ -183,10 +183,10 @@ impl Pending {
             if rest {
                 self.first -= 1;
                 self.live += 1;
-                self.bytes += cost(&path, &Kind::Modified);
-                self.entries.push_front(Some(Entry {
+                self.bytes += cost(&path, &PendingKind::Modified);
+                self.entries.push_front(Some(PendingChange {
                     path,
-                    kind: Kind::Modified,
+                    kind: PendingKind::Modified,
                 }));
             }
         }
@@ -195,30 +195,32 @@ impl Pending {
 
     fn created(&mut self, path: &Path, replaced: bool) {
         match self.latest_kind(path) {
-            None => self.push(path, Kind::Created { replaced }),
-            Some(kind @ Kind::Removed) => *kind = Kind::Modified,
-            Some(Kind::Renamed { modified, .. }) => *modified = true,
-            Some(Kind::Created { .. } | Kind::Modified) => {}
+            None => self.push(path, PendingKind::Created { replaced }),
+            Some(kind @ PendingKind::Removed) => *kind = PendingKind::Modified,
+            Some(PendingKind::Renamed { modified, .. }) => *modified = true,
+            Some(PendingKind::Created { .. } | PendingKind::Modified) => {}
         }
     }
 
     fn modified(&mut self, path: &Path) {
         match self.latest_kind(path) {
-            None => self.push(path, Kind::Modified),
-            Some(kind @ Kind::Removed) => *kind = Kind::Modified,
-            Some(Kind::Renamed { modified, .. }) => *modified = true,
-            Some(Kind::Created { .. } | Kind::Modified) => {}
+            None => self.push(path, PendingKind::Modified),
+            Some(kind @ PendingKind::Removed) => *kind = PendingKind::Modified,
+            Some(PendingKind::Renamed { modified, .. }) => *modified = true,
+            Some(PendingKind::Created { .. } | PendingKind::Modified) => {}
         }
     }
 
     fn removed(&mut self, path: &Path) {
         match self.latest_kind(path) {
-            Some(Kind::Created { replaced: false }) => {
+            Some(PendingKind::Created { replaced: false }) => {
                 self.drop_latest(path);
             }
-            Some(kind @ (Kind::Created { .. } | Kind::Modified)) => *kind = Kind::Removed,
-            Some(Kind::Removed) => {}
-            None | Some(Kind::Renamed { .. }) => self.push(path, Kind::Removed),
+            Some(kind @ (PendingKind::Created { .. } | PendingKind::Modified)) => {
+                *kind = PendingKind::Removed
+            }
+            Some(PendingKind::Removed) => {}
+            None | Some(PendingKind::Renamed { .. }) => self.push(path, PendingKind::Removed),
         }
     }
 
@@ -227,7 +229,7 @@ impl Pending {
         // target had been renamed to this path, that rename must be delivered, or its source would
         // still seem to exist.
         match self.latest_kind(to) {
-            Some(Kind::Renamed { .. }) => {
+            Some(PendingKind::Renamed { .. }) => {
                 self.latest.remove(to);
             }
             Some(_) => {
@@ -238,33 +240,33 @@ impl Pending {
         let mut modified = false;
         match self.latest_kind(from) {
             // An atomic replacement: the name of its temporary file is not reported.
-            Some(Kind::Created { replaced: false }) => {
+            Some(PendingKind::Created { replaced: false }) => {
                 self.drop_latest(from);
-                return self.push(to, Kind::Created { replaced: true });
+                return self.push(to, PendingKind::Created { replaced: true });
             }
-            Some(kind @ Kind::Created { .. }) => {
-                *kind = Kind::Removed;
-                return self.push(to, Kind::Created { replaced: true });
+            Some(kind @ PendingKind::Created { .. }) => {
+                *kind = PendingKind::Removed;
+                return self.push(to, PendingKind::Created { replaced: true });
             }
-            Some(Kind::Modified) => {
+            Some(PendingKind::Modified) => {
                 self.drop_latest(from);
                 modified = true;
             }
-            Some(Kind::Renamed {
+            Some(PendingKind::Renamed {
                 modified: earlier, ..
             }) => {
                 modified = std::mem::take(earlier);
                 self.latest.remove(from);
             }
-            Some(Kind::Removed) | None => {
+            Some(PendingKind::Removed) | None => {
                 self.latest.remove(from);
             }
         }
         let from = Arc::from(from);
-        self.push(to, Kind::Renamed { from, modified });
+        self.push(to, PendingKind::Renamed { from, modified });
     }
 
-    fn latest_kind(&mut self, path: &Path) -> Option<&mut Kind> {
+    fn latest_kind(&mut self, path: &Path) -> Option<&mut PendingKind> {
         let number = *self.latest.get(path)?;
         let entry = self.entries.get_mut(number - self.first)?.as_mut()?;
         Some(&mut entry.kind)
@@ -275,13 +277,13 @@ impl Pending {
         self.latest.clear();
     }
 
-    fn push(&mut self, path: &Path, kind: Kind) {
+    fn push(&mut self, path: &Path, kind: PendingKind) {
         let path: Arc<Path> = Arc::from(path);
         self.live += 1;
         self.bytes += cost(&path, &kind);
         self.latest
             .insert(Arc::clone(&path), self.first + self.entries.len());
-        self.entries.push_back(Some(Entry { path, kind }));
+        self.entries.push_back(Some(PendingChange { path, kind }));
     }
 
     fn drop_latest(&mut self, path: &Path) {
@@ -289,7 +291,7 @@ impl Pending {
             return;
         };
         let slot = self.entries.get_mut(number - self.first);
-        if let Some(Entry { path, kind }) = slot.and_then(Option::take) {
+        if let Some(PendingChange { path, kind }) = slot.and_then(Option::take) {
             self.live -= 1;
             self.bytes -= cost(&path, &kind);
         }
@@ -324,9 +326,9 @@ impl Pending {
     }
 }
 
-fn cost(path: &Path, kind: &Kind) -> usize {
+fn cost(path: &Path, kind: &PendingKind) -> usize {
     let from = match kind {
-        Kind::Renamed { from, .. } => from.as_os_str().len(),
+        PendingKind::Renamed { from, .. } => from.as_os_str().len(),
         _ => 0,
     };
     path.as_os_str().len() + from + ENTRY_BYTES
@@ -340,7 +342,7 @@ mod tests {
 
     use super::*;
 
-    fn told(pending: &mut Pending) -> Vec<String> {
+    fn told(pending: &mut PendingChanges) -> Vec<String> {
         let (changes, overflow) = pending.take(usize::MAX, usize::MAX);
         let mut told: Vec<_> = changes
             .iter()
@@ -360,8 +362,8 @@ mod tests {
         told
     }
 
-    fn after(happenings: &[Happening<'_>]) -> Vec<String> {
-        let mut pending = Pending::default();
+    fn after(happenings: &[ReportedChange<'_>]) -> Vec<String> {
+        let mut pending = PendingChanges::default();
         for happening in happenings {
             pending.record(*happening);
         }
@@ -370,23 +372,23 @@ mod tests {
         told
     }
 
-    fn created(path: &str) -> Happening<'_> {
+    fn created(path: &str) -> ReportedChange<'_> {
         let replaced = false;
         let path = Path::new(path);
-        Happening::Created { path, replaced }
+        ReportedChange::Created { path, replaced }
     }
 
-    fn modified(path: &str) -> Happening<'_> {
-        Happening::Modified(Path::new(path))
+    fn modified(path: &str) -> ReportedChange<'_> {
+        ReportedChange::Modified(Path::new(path))
     }
 
-    fn removed(path: &str) -> Happening<'_> {
+    fn removed(path: &str) -> ReportedChange<'_> {
         let path = Path::new(path);
-        Happening::Removed { path, tree: false }
+        ReportedChange::Removed { path, tree: false }
     }
 
-    fn renamed<'a>(from: &'a str, to: &'a str) -> Happening<'a> {
-        Happening::Renamed {
+    fn renamed<'a>(from: &'a str, to: &'a str) -> ReportedChange<'a> {
+        ReportedChange::Renamed {
             from: Path::new(from),
             to: Path::new(to),
             tree: false,
@@ -428,7 +430,7 @@ mod tests {
 
     #[test]
     fn directory_rename_keeps_its_position_in_the_order() {
-        let moves = Happening::Renamed {
+        let moves = ReportedChange::Renamed {
             from: Path::new("d"),
             to: Path::new("e"),
             tree: true,
@@ -445,7 +447,7 @@ mod tests {
 
     #[test]
     fn overflow_discards_changes_until_delivered() {
-        let mut pending = Pending::default();
+        let mut pending = PendingChanges::default();
         for number in 0..=MAX_LIVE {
             pending.record(modified(&number.to_string()));
         }
@@ -462,7 +464,7 @@ mod tests {
 
     #[test]
     fn short_lived_paths_use_no_memory() {
-        let mut pending = Pending::default();
+        let mut pending = PendingChanges::default();
         pending.record(created("first"));
         for number in 0..100_000 {
             let name = format!("t{number}");
@@ -476,7 +478,7 @@ mod tests {
 
     /// A change of a small tree, or a read by the subscriber.
     #[derive(Debug, Clone)]
-    enum Step {
+    enum ModelStep {
         Write(u8, u8),
         Remove(u8, u8),
         Rename((u8, u8), (u8, u8)),
@@ -486,16 +488,16 @@ mod tests {
         Take(usize),
     }
 
-    fn step() -> impl Strategy<Value = Step> {
+    fn step() -> impl Strategy<Value = ModelStep> {
         let file = || (0u8..3, 0u8..3);
         prop_oneof![
-            6 => file().prop_map(|(d, f)| Step::Write(d, f)),
-            3 => file().prop_map(|(d, f)| Step::Remove(d, f)),
-            5 => (file(), file()).prop_map(|(a, b)| Step::Rename(a, b)),
-            1 => file().prop_map(|(d, f)| Step::MoveIn(d, f)),
-            1 => (0u8..3, 0u8..3).prop_map(|(a, b)| Step::RenameTree(a, b)),
-            1 => (0u8..3).prop_map(Step::MoveOut),
-            2 => (1usize..4).prop_map(Step::Take),
+            6 => file().prop_map(|(d, f)| ModelStep::Write(d, f)),
+            3 => file().prop_map(|(d, f)| ModelStep::Remove(d, f)),
+            5 => (file(), file()).prop_map(|(a, b)| ModelStep::Rename(a, b)),
+            1 => file().prop_map(|(d, f)| ModelStep::MoveIn(d, f)),
+            1 => (0u8..3, 0u8..3).prop_map(|(a, b)| ModelStep::RenameTree(a, b)),
+            1 => (0u8..3).prop_map(ModelStep::MoveOut),
+            2 => (1usize..4).prop_map(ModelStep::Take),
         ]
     }
 
@@ -503,10 +505,10 @@ mod tests {
         format!("d{dir}/f{file}")
     }
 
-    type Files = BTreeMap<String, u32>;
+    type ModelFiles = BTreeMap<String, u32>;
 
     /// Moves all entries of one directory to another.
-    fn move_tree(files: &mut Files, from: &str, to: Option<&str>) {
+    fn move_tree(files: &mut ModelFiles, from: &str, to: Option<&str>) {
         let moved: Vec<_> = files
             .keys()
             .filter(|path| path.starts_with(&format!("{from}/")))
@@ -524,7 +526,7 @@ mod tests {
     const STALE: u32 = 0;
 
     /// Applies a change as a subscriber would that relies only on the delivered changes.
-    fn apply(known: &mut Files, change: &Told) {
+    fn apply(known: &mut ModelFiles, change: &DeliveredChange) {
         let path = change.path.to_str().unwrap().to_owned();
         match change.kind {
             ChangeKind::Created | ChangeKind::Modified => {
@@ -549,16 +551,16 @@ mod tests {
     proptest! {
         #[test]
         fn applying_all_changes_yields_the_existing_paths(steps in prop::collection::vec(step(), 0..60)) {
-            let mut real: Files = BTreeMap::new();
+            let mut real: ModelFiles = BTreeMap::new();
             real.insert(name(0, 0), 1);
             real.insert(name(1, 1), 2);
             let mut known = real.clone();
-            let mut pending = Pending::default();
+            let mut pending = PendingChanges::default();
             let mut version = 10;
             for step in steps {
                 version += 1;
                 match step {
-                    Step::Write(d, f) => {
+                    ModelStep::Write(d, f) => {
                         let path = name(d, f);
                         let happening = match real.insert(path.clone(), version) {
                             None => created(&path),
@@ -566,40 +568,40 @@ mod tests {
                         };
                         pending.record(happening);
                     }
-                    Step::MoveIn(d, f) => {
+                    ModelStep::MoveIn(d, f) => {
                         let path = name(d, f);
                         real.insert(path.clone(), version);
                         let path = Path::new(&path);
-                        pending.record(Happening::Created { path, replaced: true });
+                        pending.record(ReportedChange::Created { path, replaced: true });
                     }
-                    Step::Remove(d, f) => {
+                    ModelStep::Remove(d, f) => {
                         if real.remove(&name(d, f)).is_some() {
                             pending.record(removed(&name(d, f)));
                         }
                     }
-                    Step::Rename(a, b) => {
+                    ModelStep::Rename(a, b) => {
                         let (from, to) = (name(a.0, a.1), name(b.0, b.1));
                         if from != to && let Some(moved) = real.remove(&from) {
                             real.insert(to.clone(), moved);
                             pending.record(renamed(&from, &to));
                         }
                     }
-                    Step::RenameTree(a, b) => {
+                    ModelStep::RenameTree(a, b) => {
                         let (from, to) = (format!("d{a}"), format!("d{b}"));
                         let taken = real.keys().any(|path| path.starts_with(&to));
                         if a != b && !taken {
                             move_tree(&mut real, &from, Some(&to));
                             let (from, to) = (Path::new(&from), Path::new(&to));
-                            pending.record(Happening::Renamed { from, to, tree: true });
+                            pending.record(ReportedChange::Renamed { from, to, tree: true });
                         }
                     }
-                    Step::MoveOut(d) => {
+                    ModelStep::MoveOut(d) => {
                         let path = format!("d{d}");
                         move_tree(&mut real, &path, None);
                         let path = Path::new(&path);
-                        pending.record(Happening::Removed { path, tree: true });
+                        pending.record(ReportedChange::Removed { path, tree: true });
                     }
-                    Step::Take(max) => {
+                    ModelStep::Take(max) => {
                         let (changes, overflow) = pending.take(max, usize::MAX);
                         prop_assert!(!overflow && changes.len() <= max);
                         for change in &changes {

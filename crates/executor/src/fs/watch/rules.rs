@@ -8,19 +8,19 @@ use ignore::Match;
 use ignore::gitignore::{Gitignore, GitignoreBuilder};
 
 use super::super::gitignore::{self, GITIGNORE, above};
-pub(super) use super::super::gitignore::{Rules, enter};
+pub(super) use super::super::gitignore::{IgnoreRules, enter};
 use super::WatchError;
 
 /// Ignore rules of one tree.
 #[derive(Debug)]
-pub(super) struct Filter {
+pub(super) struct IgnoreFilter {
     gitignore: bool,
     patterns: Gitignore,
     /// Rules above the tree, up to the root of its repository.
-    above: Option<Arc<Rules>>,
+    above: Option<Arc<IgnoreRules>>,
 }
 
-impl Filter {
+impl IgnoreFilter {
     /// Compiles the patterns and reads the rules above `base`.
     pub(super) fn new(base: &Path, ignore: &WatchIgnore) -> Result<Self, WatchError> {
         let mut builder = GitignoreBuilder::new(base);
@@ -59,12 +59,12 @@ impl Filter {
     }
 
     /// The rules above the tree.
-    pub(super) fn above(&self) -> Option<Arc<Rules>> {
+    pub(super) fn above(&self) -> Option<Arc<IgnoreRules>> {
         self.above.clone()
     }
 
     /// Whether `path`, in a directory with these rules, is ignored.
-    pub(super) fn ignores(&self, rules: Option<&Rules>, path: &Path, is_dir: bool) -> bool {
+    pub(super) fn ignores(&self, rules: Option<&IgnoreRules>, path: &Path, is_dir: bool) -> bool {
         match self.patterns.matched(path, is_dir) {
             Match::Ignore(_) => return true,
             Match::Whitelist(_) => return false,
@@ -86,9 +86,9 @@ mod tests {
 
     use super::*;
 
-    fn filter(base: &Path, gitignore: bool, patterns: &[&str]) -> Filter {
+    fn filter(base: &Path, gitignore: bool, patterns: &[&str]) -> IgnoreFilter {
         let patterns = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
-        Filter::new(
+        IgnoreFilter::new(
             base,
             &WatchIgnore {
                 gitignore,
@@ -151,7 +151,7 @@ mod tests {
             assert_eq!(ignored, expected, "{name}");
         }
         let patterns = vec!["ok".to_owned(), "{a".to_owned()];
-        let bad = Filter::new(
+        let bad = IgnoreFilter::new(
             base,
             &WatchIgnore {
                 gitignore: false,

@@ -14,15 +14,15 @@ use std::path::{Path, PathBuf};
 
 /// Paths that recent scans reported.
 #[derive(Debug, Default)]
-pub(super) struct Scanned {
+pub(super) struct ScannedPaths {
     /// From scans since the last read of the queue.
-    recent: Paths,
+    recent: PathSet,
     /// From earlier scans; only the events that are being handled may still repeat them.
-    aging: Paths,
+    aging: PathSet,
 }
 
 #[derive(Debug, Default)]
-struct Paths {
+struct PathSet {
     paths: BTreeSet<PathBuf>,
     /// `paths` is incomplete.
     vague: bool,
@@ -30,7 +30,7 @@ struct Paths {
 
 /// Whether an existing entry was already reported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Arrival {
+pub(super) enum EntryNovelty {
     /// A scan reported it.
     Known,
     /// It is new.
@@ -42,7 +42,7 @@ pub(super) enum Arrival {
 /// Maximum number of remembered paths; with more, every path is in doubt.
 const MAX_PATHS: usize = 1 << 16;
 
-impl Scanned {
+impl ScannedPaths {
     /// Call after events were read; `drained` means that the queue was read to its end.
     pub(super) fn read(&mut self, drained: bool) {
         if drained {
@@ -53,14 +53,14 @@ impl Scanned {
     /// Call after the events that were read have been handled.
     pub(super) fn handled(&mut self, drained: bool) {
         if drained {
-            self.aging = Paths::default();
+            self.aging = PathSet::default();
         }
     }
 
     /// Records an entry that a scan found; the scan reports it unless an earlier scan did.
-    pub(super) fn found(&mut self, path: &Path) -> Arrival {
+    pub(super) fn found(&mut self, path: &Path) -> EntryNovelty {
         if self.aging.paths.contains(path) || self.recent.paths.contains(path) {
-            return Arrival::Known;
+            return EntryNovelty::Known;
         }
         let vague = self.is_vague();
         if self.recent.paths.len() < MAX_PATHS {
@@ -68,7 +68,11 @@ impl Scanned {
         } else {
             self.recent.vague = true;
         }
-        if vague { Arrival::Vague } else { Arrival::New }
+        if vague {
+            EntryNovelty::Vague
+        } else {
+            EntryNovelty::New
+        }
     }
 
     /// Events from here to the end of the queue may repeat entries that were already reported.
@@ -77,20 +81,20 @@ impl Scanned {
     }
 
     /// Handles an event that an entry was created at this path.
-    pub(super) fn appears(&mut self, path: &Path) -> Arrival {
+    pub(super) fn appears(&mut self, path: &Path) -> EntryNovelty {
         // Only once: the next such event is about another entry.
         if self.recent.paths.remove(path) | self.aging.paths.remove(path) {
-            Arrival::Known
+            EntryNovelty::Known
         } else if self.is_vague() {
-            Arrival::Vague
+            EntryNovelty::Vague
         } else {
-            Arrival::New
+            EntryNovelty::New
         }
     }
 
     /// Handles an event that this path, with everything below it, was removed or replaced.
     pub(super) fn leaves(&mut self, path: &Path) {
-        for Paths { paths, .. } in [&mut self.recent, &mut self.aging] {
+        for PathSet { paths, .. } in [&mut self.recent, &mut self.aging] {
             if paths.is_empty() {
                 continue;
             }
@@ -127,48 +131,48 @@ mod tests {
     use exec_server_protocol::fs::ChangeKind;
     use proptest::prelude::*;
 
-    use super::super::pending::{Happening, Pending};
+    use super::super::pending::{PendingChanges, ReportedChange};
     use super::*;
 
     #[test]
     fn leaving_directory_drops_its_descendants() {
-        let mut scanned = Scanned::default();
+        let mut scanned = ScannedPaths::default();
         for path in ["d", "d/x", "d/x/y", "d.x", "e"] {
-            assert_eq!(scanned.found(Path::new(path)), Arrival::New);
-            assert_eq!(scanned.found(Path::new(path)), Arrival::Known);
+            assert_eq!(scanned.found(Path::new(path)), EntryNovelty::New);
+            assert_eq!(scanned.found(Path::new(path)), EntryNovelty::Known);
         }
         scanned.read(true);
         assert!(!scanned.is_waiting());
         scanned.leaves(Path::new("d"));
         let mut appears = |path: &str| scanned.appears(Path::new(path));
-        assert_eq!(appears("d"), Arrival::New);
-        assert_eq!(appears("d/x/y"), Arrival::New);
-        assert_eq!(appears("d.x"), Arrival::Known);
-        assert_eq!(appears("d.x"), Arrival::New);
+        assert_eq!(appears("d"), EntryNovelty::New);
+        assert_eq!(appears("d/x/y"), EntryNovelty::New);
+        assert_eq!(appears("d.x"), EntryNovelty::Known);
+        assert_eq!(appears("d.x"), EntryNovelty::New);
         scanned.handled(true);
-        assert_eq!(scanned.appears(Path::new("e")), Arrival::New);
+        assert_eq!(scanned.appears(Path::new("e")), EntryNovelty::New);
     }
 
     #[test]
     fn too_many_paths_make_arrivals_vague() {
-        let mut scanned = Scanned::default();
+        let mut scanned = ScannedPaths::default();
         for number in 0..=MAX_PATHS {
             scanned.found(Path::new(&number.to_string()));
         }
         assert_eq!(scanned.recent.paths.len(), MAX_PATHS);
-        assert_eq!(scanned.appears(Path::new("0")), Arrival::Known);
+        assert_eq!(scanned.appears(Path::new("0")), EntryNovelty::Known);
         let late = MAX_PATHS.to_string();
-        assert_eq!(scanned.appears(Path::new(&late)), Arrival::Vague);
+        assert_eq!(scanned.appears(Path::new(&late)), EntryNovelty::Vague);
         for _ in 0..2 {
             scanned.read(true);
             scanned.handled(true);
         }
-        assert_eq!(scanned.appears(Path::new(&late)), Arrival::New);
+        assert_eq!(scanned.appears(Path::new(&late)), EntryNovelty::New);
     }
 
     /// An event that the kernel queues for one directory.
     #[derive(Debug, Clone, Copy)]
-    enum Event {
+    enum QueuedEvent {
         Create(u8),
         Delete(u8),
         /// From outside the tree, possibly replacing an entry.
@@ -178,8 +182,8 @@ mod tests {
 
     /// A step of a directory that is new, is registered and then read.
     #[derive(Debug, Clone, Copy)]
-    enum Step {
-        Happens(Event),
+    enum DirectoryStep {
+        Happens(QueuedEvent),
         Register,
         Scan,
         /// Handle some events, or all of them.
@@ -187,17 +191,17 @@ mod tests {
         Take,
     }
 
-    fn step() -> impl Strategy<Value = Step> {
+    fn step() -> impl Strategy<Value = DirectoryStep> {
         let name = || 0u8..3;
         prop_oneof![
-            6 => name().prop_map(|name| Step::Happens(Event::Create(name))),
-            5 => name().prop_map(|name| Step::Happens(Event::Delete(name))),
-            1 => name().prop_map(|name| Step::Happens(Event::MoveIn(name))),
-            2 => (name(), name()).prop_map(|(a, b)| Step::Happens(Event::Rename(a, b))),
-            2 => Just(Step::Register),
-            3 => Just(Step::Scan),
-            4 => prop_oneof![1usize..4, Just(usize::MAX)].prop_map(Step::Handle),
-            4 => Just(Step::Take),
+            6 => name().prop_map(|name| DirectoryStep::Happens(QueuedEvent::Create(name))),
+            5 => name().prop_map(|name| DirectoryStep::Happens(QueuedEvent::Delete(name))),
+            1 => name().prop_map(|name| DirectoryStep::Happens(QueuedEvent::MoveIn(name))),
+            2 => (name(), name()).prop_map(|(a, b)| DirectoryStep::Happens(QueuedEvent::Rename(a, b))),
+            2 => Just(DirectoryStep::Register),
+            3 => Just(DirectoryStep::Scan),
+            4 => prop_oneof![1usize..4, Just(usize::MAX)].prop_map(DirectoryStep::Handle),
+            4 => Just(DirectoryStep::Take),
         ]
     }
 
@@ -205,29 +209,29 @@ mod tests {
         PathBuf::from(format!("d/f{name}"))
     }
 
-    /// A tree of one directory as `Tree` handles it, and a client that relies only on reported
+    /// A tree of one directory as `WatchedTree` handles it, and a client that relies only on reported
     /// changes.
     #[derive(Debug, Default)]
-    struct World {
+    struct WatchModel {
         real: BTreeSet<PathBuf>,
         registered: bool,
         scanned_once: bool,
-        queue: VecDeque<Event>,
-        scanned: Scanned,
-        pending: Pending,
+        queue: VecDeque<QueuedEvent>,
+        scanned: ScannedPaths,
+        pending: PendingChanges,
         known: BTreeSet<PathBuf>,
     }
 
-    impl World {
-        fn happens(&mut self, event: Event) {
+    impl WatchModel {
+        fn happens(&mut self, event: QueuedEvent) {
             let did = match event {
-                Event::Create(name) => self.real.insert(path(name)),
-                Event::Delete(name) => self.real.remove(&path(name)),
-                Event::MoveIn(name) => {
+                QueuedEvent::Create(name) => self.real.insert(path(name)),
+                QueuedEvent::Delete(name) => self.real.remove(&path(name)),
+                QueuedEvent::MoveIn(name) => {
                     self.real.insert(path(name));
                     true
                 }
-                Event::Rename(from, to) => {
+                QueuedEvent::Rename(from, to) => {
                     let moves = from != to && self.real.remove(&path(from));
                     if moves {
                         self.real.insert(path(to));
@@ -243,9 +247,10 @@ mod tests {
         fn scan(&mut self) {
             for path in &self.real {
                 let arrival = self.scanned.found(path);
-                if arrival != Arrival::Known {
-                    let replaced = arrival == Arrival::Vague;
-                    self.pending.record(Happening::Created { path, replaced });
+                if arrival != EntryNovelty::Known {
+                    let replaced = arrival == EntryNovelty::Vague;
+                    self.pending
+                        .record(ReportedChange::Created { path, replaced });
                 }
             }
         }
@@ -256,29 +261,31 @@ mod tests {
             self.scanned.read(drained);
             for event in events {
                 match event {
-                    Event::Create(name) => {
+                    QueuedEvent::Create(name) => {
                         let replaced = match self.scanned.appears(&path(name)) {
-                            Arrival::Known => continue,
-                            Arrival::New => false,
-                            Arrival::Vague => true,
+                            EntryNovelty::Known => continue,
+                            EntryNovelty::New => false,
+                            EntryNovelty::Vague => true,
                         };
                         let path = &path(name);
-                        self.pending.record(Happening::Created { path, replaced });
+                        self.pending
+                            .record(ReportedChange::Created { path, replaced });
                     }
-                    Event::Delete(name) => {
+                    QueuedEvent::Delete(name) => {
                         self.scanned.leaves(&path(name));
                         let (path, tree) = (&path(name), false);
-                        self.pending.record(Happening::Removed { path, tree });
+                        self.pending.record(ReportedChange::Removed { path, tree });
                     }
-                    Event::MoveIn(name) => {
+                    QueuedEvent::MoveIn(name) => {
                         self.scanned.leaves(&path(name));
                         let (path, replaced) = (&path(name), true);
-                        self.pending.record(Happening::Created { path, replaced });
+                        self.pending
+                            .record(ReportedChange::Created { path, replaced });
                     }
-                    Event::Rename(from, to) => {
+                    QueuedEvent::Rename(from, to) => {
                         self.scanned.leaves(&path(from));
                         self.scanned.leaves(&path(to));
-                        self.pending.record(Happening::Renamed {
+                        self.pending.record(ReportedChange::Renamed {
                             from: &path(from),
                             to: &path(to),
                             tree: false,
@@ -307,19 +314,19 @@ mod tests {
 
         #[test]
         fn client_that_applies_scan_and_events_matches_the_directory(steps in prop::collection::vec(step(), 0..40)) {
-            let mut world = World::default();
+            let mut world = WatchModel::default();
             for step in steps {
                 match step {
-                    Step::Happens(event) => world.happens(event),
-                    Step::Register => world.registered = true,
-                    Step::Scan if world.registered && !world.scanned_once => {
+                    DirectoryStep::Happens(event) => world.happens(event),
+                    DirectoryStep::Register => world.registered = true,
+                    DirectoryStep::Scan if world.registered && !world.scanned_once => {
                         world.scanned_once = true;
                         world.scan();
                     }
-                    Step::Scan => {}
-                    Step::Handle(max) if world.scanned_once => world.handle(max),
-                    Step::Handle(_) => {}
-                    Step::Take => world.take(),
+                    DirectoryStep::Scan => {}
+                    DirectoryStep::Handle(max) if world.scanned_once => world.handle(max),
+                    DirectoryStep::Handle(_) => {}
+                    DirectoryStep::Take => world.take(),
                 }
             }
             world.registered = true;

@@ -12,18 +12,18 @@ use super::*;
 /// Timeout of a wait; reached only on failure.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-struct Bell(mpsc::SyncSender<()>);
+struct ChannelWaker(mpsc::SyncSender<()>);
 
-impl Wake for Bell {
+impl Wake for ChannelWaker {
     fn wake(self: Arc<Self>) {
         let _ = self.0.try_send(());
     }
 }
 
 /// A subscription and the changes it received.
-struct Observer {
+struct TestSubscriber {
     dir: PathBuf,
-    subscription: Subscription,
+    subscription: WatchSubscription,
     waker: Waker,
     rung: mpsc::Receiver<()>,
     seq: u64,
@@ -41,8 +41,8 @@ fn no_one_cancels() -> Arc<AtomicBool> {
     Arc::default()
 }
 
-impl Observer {
-    fn new(hub: &Hub, dir: &Path, path: &Path, ignore: &WatchIgnore) -> Self {
+impl TestSubscriber {
+    fn new(hub: &WatchHub, dir: &Path, path: &Path, ignore: &WatchIgnore) -> Self {
         let debounce = Duration::from_millis(1);
         let subscription = hub
             .watch(path, true, ignore, debounce, &no_one_cancels())
@@ -51,7 +51,7 @@ impl Observer {
         Self {
             dir: fs::canonicalize(dir).unwrap(),
             subscription,
-            waker: Waker::from(Arc::new(Bell(ring))),
+            waker: Waker::from(Arc::new(ChannelWaker(ring))),
             rung,
             seq: 0,
             told: Vec::new(),
@@ -60,7 +60,7 @@ impl Observer {
 
     fn of(dir: &TempDir) -> Self {
         Self::new(
-            &Hub::default(),
+            &WatchHub::default(),
             dir.path(),
             dir.path(),
             &ignoring(false, &[]),
@@ -146,7 +146,7 @@ fn changes_are_reported_with_kind_and_path() {
     fs::create_dir(at("d")).unwrap();
     fs::write(at("old"), "").unwrap();
     fs::write(at("d/gone"), "").unwrap();
-    let mut seen = Observer::of(&dir);
+    let mut seen = TestSubscriber::of(&dir);
     fs::write(at("d/new"), "x").unwrap();
     seen.until("+d/new");
     fs::write(at("old"), "x").unwrap();
@@ -179,7 +179,7 @@ fn changes_are_reported_with_kind_and_path() {
 #[test]
 fn files_in_new_directories_are_reported() {
     let dir = tempfile::tempdir().unwrap();
-    let mut seen = Observer::of(&dir);
+    let mut seen = TestSubscriber::of(&dir);
     let mut expected = BTreeSet::new();
     for number in 0..200 {
         let path = dir.path().join(format!("{number}/a/b"));
@@ -203,7 +203,7 @@ fn replaced_directory_is_still_watched() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     fs::create_dir_all(at("d/deep")).unwrap();
-    let mut seen = Observer::of(&dir);
+    let mut seen = TestSubscriber::of(&dir);
     for _ in 0..10 {
         // An open file keeps the old directory from disappearing immediately.
         let _inside = fs::File::open(at("d")).unwrap();
@@ -229,8 +229,8 @@ fn replaced_root_is_still_watched() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     fs::create_dir_all(at("way/to/root/d")).unwrap();
-    let hub = Hub::default();
-    let mut seen = Observer::new(&hub, dir.path(), &at("way/to/root"), &ignoring(false, &[]));
+    let hub = WatchHub::default();
+    let mut seen = TestSubscriber::new(&hub, dir.path(), &at("way/to/root"), &ignoring(false, &[]));
     for round in 0..5 {
         let _inside = (round % 2 == 0).then(|| fs::File::open(at("way/to/root")).unwrap());
         fs::remove_dir_all(at("way/to/root")).unwrap();
@@ -268,8 +268,8 @@ fn regular_file_is_watched_by_name() {
     let at = |name: &str| dir.path().join(name);
     fs::write(at("file"), "").unwrap();
     fs::write(at("other"), "").unwrap();
-    let hub = Hub::default();
-    let mut seen = Observer::new(&hub, dir.path(), &at("file"), &ignoring(false, &[]));
+    let hub = WatchHub::default();
+    let mut seen = TestSubscriber::new(&hub, dir.path(), &at("file"), &ignoring(false, &[]));
     fs::write(at("other"), "x").unwrap();
     fs::write(at("file"), "x").unwrap();
     seen.until("~file");
@@ -288,19 +288,19 @@ fn regular_file_is_watched_by_name() {
     );
 }
 
-struct Nobody;
+struct DiscardChanges;
 
-impl Tell for Nobody {
-    fn tell(&self, _: Happening<'_>) {}
+impl ChangeReceiver for DiscardChanges {
+    fn tell(&self, _: ReportedChange<'_>) {}
 }
 
-fn registered(dir: &Path, ignore: &WatchIgnore) -> Tree<Nobody> {
-    let target = Target::new(fs::canonicalize(dir).unwrap(), true).unwrap();
-    let filter = Filter::new(target.base(), ignore).unwrap();
-    Tree::start(target, filter, Nobody, no_one_cancels()).unwrap()
+fn registered(dir: &Path, ignore: &WatchIgnore) -> WatchedTree<DiscardChanges> {
+    let target = WatchTarget::new(fs::canonicalize(dir).unwrap(), true).unwrap();
+    let filter = IgnoreFilter::new(target.base(), ignore).unwrap();
+    WatchedTree::start(target, filter, DiscardChanges, no_one_cancels()).unwrap()
 }
 
-fn below(tree: &Tree<Nobody>, dir: &Path) -> Vec<String> {
+fn below(tree: &WatchedTree<DiscardChanges>, dir: &Path) -> Vec<String> {
     let dir = fs::canonicalize(dir).unwrap();
     let directories = tree.directories();
     let name = |path: &PathBuf| path.strip_prefix(&dir).unwrap().display().to_string();
@@ -309,14 +309,14 @@ fn below(tree: &Tree<Nobody>, dir: &Path) -> Vec<String> {
 
 /// Creates a file in a directory that is registered and not yet read: when the second of two
 /// directories is reported, the first is in that state.
-struct Meddler {
-    pending: Arc<Mutex<Pending>>,
+struct ConcurrentCreator {
+    pending: Arc<Mutex<PendingChanges>>,
     first: Mutex<Option<PathBuf>>,
 }
 
-impl Tell for Meddler {
-    fn tell(&self, happening: Happening<'_>) {
-        if let Happening::Created { path, .. } = happening
+impl ChangeReceiver for ConcurrentCreator {
+    fn tell(&self, happening: ReportedChange<'_>) {
+        if let ReportedChange::Created { path, .. } = happening
             && path.parent().is_some_and(|parent| parent.ends_with("new"))
         {
             let mut first = self.first.lock();
@@ -334,14 +334,14 @@ fn removal_of_file_seen_by_scan_and_event_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let root = fs::canonicalize(dir.path()).unwrap();
     let pending = Arc::default();
-    let meddler = Meddler {
+    let meddler = ConcurrentCreator {
         pending: Arc::clone(&pending),
         first: Mutex::default(),
     };
-    let target = Target::new(root.clone(), true).unwrap();
-    let filter = Filter::new(target.base(), &ignoring(false, &[])).unwrap();
-    let mut tree = Tree::start(target, filter, meddler, no_one_cancels()).unwrap();
-    let mut buffer = Buffer::new();
+    let target = WatchTarget::new(root.clone(), true).unwrap();
+    let filter = IgnoreFilter::new(target.base(), &ignoring(false, &[])).unwrap();
+    let mut tree = WatchedTree::start(target, filter, meddler, no_one_cancels()).unwrap();
+    let mut buffer = EventBuffer::new();
     while tree.turn(&mut buffer) {}
     let aside = tempfile::tempdir().unwrap();
     for name in ["new/a", "new/b"] {
@@ -371,7 +371,7 @@ fn removal_of_file_seen_by_scan_and_event_is_reported() {
 #[test]
 fn short_lived_files_in_new_directories_are_reported_as_removed() {
     let dir = tempfile::tempdir().unwrap();
-    let mut seen = Observer::of(&dir);
+    let mut seen = TestSubscriber::of(&dir);
     let mut known: BTreeSet<String> = BTreeSet::new();
     for number in 0..300 {
         let new = dir.path().join(format!("{number}/d"));
@@ -408,8 +408,8 @@ fn short_lived_files_in_new_directories_are_reported_as_removed() {
 }
 
 /// Lets a tree handle events until it has registered these directories.
-fn settles(tree: &mut Tree<Nobody>, dir: &Path, expected: &[&str]) {
-    let mut buffer = Buffer::new();
+fn settles(tree: &mut WatchedTree<DiscardChanges>, dir: &Path, expected: &[&str]) {
+    let mut buffer = EventBuffer::new();
     let deadline = Instant::now() + PATIENCE;
     while below(tree, dir) != expected {
         let seen = below(tree, dir);
@@ -467,9 +467,9 @@ fn changes_of_ignored_paths_are_not_reported() {
     let at = |name: &str| dir.path().join(name);
     fs::write(at(".gitignore"), "*.log\nout/\n").unwrap();
     fs::create_dir(at("out")).unwrap();
-    let hub = Hub::default();
+    let hub = WatchHub::default();
     let ignore = ignoring(true, &["*.tmp"]);
-    let mut seen = Observer::new(&hub, dir.path(), dir.path(), &ignore);
+    let mut seen = TestSubscriber::new(&hub, dir.path(), dir.path(), &ignore);
     fs::write(at("a.log"), "").unwrap();
     fs::write(at("a.tmp"), "").unwrap();
     fs::write(at("out/x"), "").unwrap();
@@ -492,11 +492,11 @@ fn changes_of_ignored_paths_are_not_reported() {
 #[test]
 fn shared_tree_ends_with_its_last_subscriber() {
     let dir = tempfile::tempdir().unwrap();
-    let hub = Hub::default();
+    let hub = WatchHub::default();
     let plain = ignoring(false, &[]);
-    let mut one = Observer::new(&hub, dir.path(), dir.path(), &plain);
-    let mut two = Observer::new(&hub, dir.path(), dir.path(), &plain);
-    let other = Observer::new(&hub, dir.path(), dir.path(), &ignoring(true, &[]));
+    let mut one = TestSubscriber::new(&hub, dir.path(), dir.path(), &plain);
+    let mut two = TestSubscriber::new(&hub, dir.path(), dir.path(), &plain);
+    let other = TestSubscriber::new(&hub, dir.path(), dir.path(), &ignoring(true, &[]));
     assert!(Arc::ptr_eq(
         &one.subscription.trunk,
         &two.subscription.trunk
@@ -528,7 +528,7 @@ fn quick_dir() -> TempDir {
 #[test]
 fn burst_is_delivered_completely_or_as_overflow() {
     let dir = quick_dir();
-    let mut seen = Observer::of(&dir);
+    let mut seen = TestSubscriber::of(&dir);
     let mut expected = BTreeSet::new();
     for number in 0..50_000 {
         fs::write(dir.path().join(format!("f{number}")), "").unwrap();
@@ -552,7 +552,7 @@ fn slow_subscriber_receives_overflow() {
     let dir = quick_dir();
     let (one, two) = (dir.path().join("one"), dir.path().join("two"));
     fs::write(&one, "").unwrap();
-    let mut seen = Observer::of(&dir);
+    let mut seen = TestSubscriber::of(&dir);
     for _ in 0..40_000 {
         fs::rename(&one, &two).unwrap();
         fs::rename(&two, &one).unwrap();
@@ -564,7 +564,7 @@ fn slow_subscriber_receives_overflow() {
 #[test]
 fn watch_fails_with_a_specific_error() {
     let dir = tempfile::tempdir().unwrap();
-    let hub = Hub::default();
+    let hub = WatchHub::default();
     let watch = |path: &Path, ignore: &WatchIgnore| {
         hub.watch(path, true, ignore, Duration::ZERO, &no_one_cancels())
     };
@@ -614,7 +614,7 @@ fn watch_fails_with_a_specific_error() {
 mod missing {
     use super::*;
 
-    async fn fires(watch: Missing, act: impl FnOnce()) {
+    async fn fires(watch: MissingPathWait, act: impl FnOnce()) {
         let changed = tokio::spawn(watch.changed());
         act();
         tokio::time::timeout(PATIENCE, changed)
@@ -630,7 +630,7 @@ mod missing {
         let at = |name: &str| dir.path().join(name);
         let watch = |missing: &[&str], present: Option<&str>| {
             let missing = missing.iter().map(|name| at(name)).collect();
-            Missing::start(missing, present.map(at)).unwrap()
+            MissingPathWait::start(missing, present.map(at)).unwrap()
         };
         fs::write(at("there"), "").unwrap();
         assert!(watch(&["a", "there"], None).is_none());

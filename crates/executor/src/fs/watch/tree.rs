@@ -1,10 +1,10 @@
 //! Recursive inotify watch of one tree.
 //!
 //! Owns an inotify instance and the directories registered with it. Runs on its own thread and
-//! reports changes to [`Tell`]; it does not know the subscribers.
+//! reports changes to [`ChangeReceiver`]; it does not know the subscribers.
 //!
 //! Three rules prevent the loss of changes. A directory is registered before it is read, so an
-//! entry that appears meanwhile is seen at least once; [`Scanned`] removes duplicates. Directories
+//! entry that appears meanwhile is seen at least once; [`ScannedPaths`] removes duplicates. Directories
 //! are identified by the kernel's watch descriptor, so an event of a directory that moved meanwhile
 //! is reported with its new path. If events were lost, everything is registered again before the
 //! loss is reported.
@@ -24,19 +24,19 @@ use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
 use rustix::io::Errno;
 
 use super::WatchError;
-use super::pending::Happening;
-use super::rules::{self, Filter, Rules};
-use super::scanned::{Arrival, Scanned};
+use super::pending::ReportedChange;
+use super::rules::{self, IgnoreFilter, IgnoreRules};
+use super::scanned::{EntryNovelty, ScannedPaths};
 
 /// Receiver of changes.
-pub(super) trait Tell {
+pub(super) trait ChangeReceiver {
     /// Receives one change.
-    fn tell(&self, happening: Happening<'_>);
+    fn tell(&self, happening: ReportedChange<'_>);
 }
 
 /// Target of a watch.
 #[derive(Debug)]
-pub(super) struct Target {
+pub(super) struct WatchTarget {
     /// The requested path, with links resolved.
     pub(super) root: PathBuf,
     /// The directory that is registered first: the root, or the parent directory of a file.
@@ -46,7 +46,7 @@ pub(super) struct Target {
     recursive: bool,
 }
 
-impl Target {
+impl WatchTarget {
     /// Determines the kind of the target.
     pub(super) fn new(root: PathBuf, recursive: bool) -> Result<Self, WatchError> {
         let is_dir = fs::metadata(&root)
@@ -70,12 +70,12 @@ impl Target {
 }
 
 /// A watched tree and its registrations.
-pub(super) struct Tree<T> {
+pub(super) struct WatchedTree<T> {
     inotify: OwnedFd,
-    target: Target,
-    filter: Filter,
+    target: WatchTarget,
+    filter: IgnoreFilter,
     /// The first node is the base; a free node has no descriptor.
-    nodes: Vec<Node>,
+    nodes: Vec<WatchedDirectory>,
     free: Vec<u32>,
     by_descriptor: HashMap<i32, u32>,
     /// Directories above the base, and the name in each that leads to the base.
@@ -83,11 +83,11 @@ pub(super) struct Tree<T> {
     /// Counts inotify instances: events of an old instance are ignored.
     generation: u32,
     /// Entries that left a directory and have not arrived in another.
-    moving: Vec<Moving>,
+    moving: Vec<PendingRename>,
     /// Directories whose rules changed.
     outdated: Vec<u32>,
     /// Entries that scans reported and events may report again.
-    scanned: Scanned,
+    scanned: ScannedPaths,
     /// Events were lost, or a directory could not be registered: the time to register everything
     /// again.
     lost: Option<Instant>,
@@ -98,7 +98,7 @@ pub(super) struct Tree<T> {
 
 /// A registered directory. Kept small, because there may be very many.
 #[derive(Debug)]
-struct Node {
+struct WatchedDirectory {
     name: Box<OsStr>,
     parent: u32,
     child: u32,
@@ -106,14 +106,14 @@ struct Node {
     previous: u32,
     /// The kernel's watch descriptor.
     descriptor: i32,
-    rules: Option<Arc<Rules>>,
+    rules: Option<Arc<IgnoreRules>>,
 }
 
 const NONE: u32 = u32::MAX;
 const BASE: u32 = 0;
 const GONE: i32 = -1;
 
-struct Moving {
+struct PendingRename {
     cookie: u32,
     path: PathBuf,
     is_dir: bool,
@@ -161,7 +161,7 @@ const FAR: WatchFlags = WatchFlags::DELETE_SELF
 
 /// How a scan reports entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Scan {
+enum ScanMode {
     /// Existing entries are not reported.
     Quiet,
     /// Existing entries are reported as new.
@@ -170,11 +170,11 @@ enum Scan {
     Refresh,
 }
 
-impl<T: Tell> Tree<T> {
+impl<T: ChangeReceiver> WatchedTree<T> {
     /// Registers the whole tree.
     pub(super) fn start(
-        target: Target,
-        filter: Filter,
+        target: WatchTarget,
+        filter: IgnoreFilter,
         tell: T,
         stop: Arc<AtomicBool>,
     ) -> Result<Self, WatchError> {
@@ -189,12 +189,12 @@ impl<T: Tell> Tree<T> {
             generation: 0,
             moving: Vec::new(),
             outdated: Vec::new(),
-            scanned: Scanned::default(),
+            scanned: ScannedPaths::default(),
             lost: None,
             tell,
             stop,
         };
-        tree.establish(Scan::Quiet)?;
+        tree.establish(ScanMode::Quiet)?;
         if tree.nodes.is_empty() {
             let path = tree.target.base.clone();
             return Err(super::super::at(&path)(Errno::NOENT).into());
@@ -211,14 +211,14 @@ impl<T: Tell> Tree<T> {
         &self.inotify
     }
 
-    /// Time when [`Tree::turn`] must be called even without an event.
+    /// Time when [`WatchedTree::turn`] must be called even without an event.
     pub(super) fn wakeup(&self) -> Option<Instant> {
         let moves = self.moving.iter().map(|moving| moving.until).min();
         moves.into_iter().chain(self.lost).min()
     }
 
     /// Handles the events that the kernel has queued; returns true if there may be more.
-    pub(super) fn turn(&mut self, buffer: &mut Buffer) -> bool {
+    pub(super) fn turn(&mut self, buffer: &mut EventBuffer) -> bool {
         let mut events = Vec::new();
         let more = self.read(buffer, &mut events);
         self.scanned.read(!more);
@@ -244,14 +244,14 @@ impl<T: Tell> Tree<T> {
         more || self.scanned.is_waiting()
     }
 
-    fn read(&self, Buffer(buffer): &mut Buffer, events: &mut Vec<Event>) -> bool {
+    fn read(&self, EventBuffer(buffer): &mut EventBuffer, events: &mut Vec<InotifyEvent>) -> bool {
         let mut reader = Reader::new(&self.inotify, buffer);
         loop {
             if events.len() >= MAX_EVENTS && reader.is_buffer_empty() {
                 return true;
             }
             match reader.next() {
-                Ok(event) => events.push(Event {
+                Ok(event) => events.push(InotifyEvent {
                     descriptor: event.wd(),
                     mask: event.events(),
                     cookie: event.cookie(),
@@ -269,7 +269,7 @@ impl<T: Tell> Tree<T> {
         }
     }
 
-    fn handle(&mut self, event: &Event) {
+    fn handle(&mut self, event: &InotifyEvent) {
         if event.mask.contains(ReadFlags::QUEUE_OVERFLOW) {
             self.lose();
             return;
@@ -299,7 +299,7 @@ impl<T: Tell> Tree<T> {
         match &event.name {
             Some(name) => self.handle_entry(node, name, event),
             None if node == BASE && self.target.only.is_none() => {
-                self.tell.tell(Happening::Modified(&self.target.root));
+                self.tell.tell(ReportedChange::Modified(&self.target.root));
             }
             // The parent directory reports it.
             None => {}
@@ -307,7 +307,7 @@ impl<T: Tell> Tree<T> {
     }
 
     /// Handles an event about a name in a directory.
-    fn handle_entry(&mut self, node: u32, name: &OsStr, event: &Event) {
+    fn handle_entry(&mut self, node: u32, name: &OsStr, event: &InotifyEvent) {
         if self.target.only.as_ref().is_some_and(|only| only != name) {
             return;
         }
@@ -324,7 +324,7 @@ impl<T: Tell> Tree<T> {
         }
         if event.mask.contains(ReadFlags::MOVED_FROM) {
             let moved = is_dir.then(|| self.child(node, name)).flatten();
-            self.moving.push(Moving {
+            self.moving.push(PendingRename {
                 cookie: event.cookie,
                 path,
                 is_dir,
@@ -347,21 +347,21 @@ impl<T: Tell> Tree<T> {
             self.settle(&path);
             match self.scanned.appears(&path) {
                 // A scan reported it, together with its content.
-                Arrival::Known => {}
+                EntryNovelty::Known => {}
                 arrival => {
-                    let replaced = arrival == Arrival::Vague;
+                    let replaced = arrival == EntryNovelty::Vague;
                     self.appeared(node, name, &path, is_dir, ignored, replaced);
                 }
             }
         } else if ignored {
             // No subscriber needs this event.
         } else if event.mask.contains(ReadFlags::DELETE) {
-            self.tell.tell(Happening::Removed {
+            self.tell.tell(ReportedChange::Removed {
                 path: &path,
                 tree: false,
             });
         } else if event.mask.intersects(ReadFlags::MODIFY | ReadFlags::ATTRIB) {
-            self.tell.tell(Happening::Modified(&path));
+            self.tell.tell(ReportedChange::Modified(&path));
         }
     }
 
@@ -378,18 +378,18 @@ impl<T: Tell> Tree<T> {
         if ignored {
             return;
         }
-        self.tell.tell(Happening::Created { path, replaced });
+        self.tell.tell(ReportedChange::Created { path, replaced });
         if is_dir {
-            self.adopt(node, name, path, Scan::Tell);
+            self.adopt(node, name, path, ScanMode::Tell);
         }
     }
 
     /// Handles a move to this name from a watched directory.
-    fn moved(&mut self, from: &Moving, node: u32, name: &OsStr, path: &Path, ignored: bool) {
+    fn moved(&mut self, from: &PendingRename, node: u32, name: &OsStr, path: &Path, ignored: bool) {
         if ignored {
             return self.moved_away(from);
         }
-        self.tell.tell(Happening::Renamed {
+        self.tell.tell(ReportedChange::Renamed {
             from: &from.path,
             to: path,
             tree: from.is_dir,
@@ -406,14 +406,14 @@ impl<T: Tell> Tree<T> {
                     self.outdated.push(moved);
                 }
             }
-            _ => self.adopt(node, name, path, Scan::Tell),
+            _ => self.adopt(node, name, path, ScanMode::Tell),
         }
     }
 
     /// Handles an entry that left and did not arrive in a watched directory.
-    fn moved_away(&mut self, moving: &Moving) {
+    fn moved_away(&mut self, moving: &PendingRename) {
         if !moving.ignored {
-            self.tell.tell(Happening::Removed {
+            self.tell.tell(ReportedChange::Removed {
                 path: &moving.path,
                 tree: moving.is_dir,
             });
@@ -434,17 +434,17 @@ impl<T: Tell> Tree<T> {
     }
 
     /// Registers a new directory and its descendants.
-    fn adopt(&mut self, parent: u32, name: &OsStr, path: &Path, scan: Scan) {
+    fn adopt(&mut self, parent: u32, name: &OsStr, path: &Path, scan: ScanMode) {
         if !self.target.recursive {
             return;
         }
         let registered = self.register(Some((parent, name)), path);
         let scanned = registered.and_then(|node| match node {
-            Registered::New(node) => self.scan(node, scan),
+            RegistrationResult::New(node) => self.scan(node, scan),
             // A scan was ahead of the events and reported it; then an event that the previous entry
             // was removed dropped it together with its descendants.
-            Registered::Known(node) if self.is_in(node, parent) => self.scan(node, scan),
-            Registered::Known(_) | Registered::Gone => Ok(()),
+            RegistrationResult::Known(node) if self.is_in(node, parent) => self.scan(node, scan),
+            RegistrationResult::Known(_) | RegistrationResult::Gone => Ok(()),
         });
         if let Err(error) = scanned {
             tracing::warn!(%error, "cannot watch a new directory");
@@ -458,7 +458,7 @@ impl<T: Tell> Tree<T> {
         if !self.is_live(node) {
             return;
         }
-        if let Err(error) = self.scan(node, Scan::Refresh) {
+        if let Err(error) = self.scan(node, ScanMode::Refresh) {
             tracing::warn!(%error, "cannot watch directories that are no longer ignored");
             self.lose();
         }
@@ -475,12 +475,12 @@ impl<T: Tell> Tree<T> {
         }
         if registered.is_some() {
             self.renew();
-            self.tell.tell(Happening::Removed {
+            self.tell.tell(ReportedChange::Removed {
                 path: &self.target.root,
                 tree: true,
             });
         }
-        if let Err(error) = self.establish(Scan::Tell) {
+        if let Err(error) = self.establish(ScanMode::Tell) {
             tracing::warn!(%error, "cannot watch the replacement of a watched directory");
             self.lose();
         }
@@ -494,14 +494,14 @@ impl<T: Tell> Tree<T> {
     /// Registers everything again, and reports that changes may have been lost.
     fn resync(&mut self) {
         self.renew();
-        self.lost = match self.establish(Scan::Quiet) {
+        self.lost = match self.establish(ScanMode::Quiet) {
             Ok(()) => None,
             Err(error) => {
                 tracing::warn!(%error, "a watch is incomplete");
                 Some(Instant::now() + RETRY)
             }
         };
-        self.tell.tell(Happening::Overflow);
+        self.tell.tell(ReportedChange::Overflow);
     }
 
     /// Drops all registrations, and the queued events of them.
@@ -526,17 +526,17 @@ impl<T: Tell> Tree<T> {
     }
 
     /// Registers the base and its descendants, if it exists, and its parent directories.
-    fn establish(&mut self, scan: Scan) -> Result<(), WatchError> {
+    fn establish(&mut self, scan: ScanMode) -> Result<(), WatchError> {
         // Parent directories first: from here on the kernel reports when the base appears or is
         // replaced.
         self.anchor()?;
         let base = self.target.base.clone();
-        let Registered::New(node) = self.register(None, &base)? else {
+        let RegistrationResult::New(node) = self.register(None, &base)? else {
             return Ok(());
         };
         debug_assert_eq!(node, BASE, "there was no other");
-        if scan == Scan::Tell && self.target.only.is_none() {
-            self.tell.tell(Happening::Created {
+        if scan == ScanMode::Tell && self.target.only.is_none() {
+            self.tell.tell(ReportedChange::Created {
                 path: &self.target.root,
                 replaced: false,
             });
@@ -574,15 +574,15 @@ impl<T: Tell> Tree<T> {
         &mut self,
         place: Option<(u32, &OsStr)>,
         path: &Path,
-    ) -> Result<Registered, WatchError> {
+    ) -> Result<RegistrationResult, WatchError> {
         let descriptor = match inotify::add_watch(&self.inotify, path, EVENTS) {
             Ok(descriptor) => descriptor,
-            Err(error) if is_gone(error) => return Ok(Registered::Gone),
+            Err(error) if is_gone(error) => return Ok(RegistrationResult::Gone),
             Err(error) => return Err(WatchError::register(path, error)),
         };
         if self.anchors.contains_key(&descriptor) {
             // A directory above the tree is mounted within it.
-            return Ok(Registered::Gone);
+            return Ok(RegistrationResult::Gone);
         }
         if let Some(&known) = self.by_descriptor.get(&descriptor) {
             // Either it was at this path before; or it moved here and its event is still queued; or
@@ -595,13 +595,13 @@ impl<T: Tell> Tree<T> {
                 // Scans reported its content at another path.
                 self.scanned.doubt();
             }
-            return Ok(Registered::Known(known));
+            return Ok(RegistrationResult::Known(known));
         }
         let rules = match place {
             Some((parent, _)) => self.nodes[parent as usize].rules.clone(),
             None => self.filter.above(),
         };
-        let node = Node {
+        let node = WatchedDirectory {
             name: OsStr::new("").into(),
             parent: NONE,
             child: NONE,
@@ -625,12 +625,12 @@ impl<T: Tell> Tree<T> {
         if let Some((parent, name)) = place {
             self.attach(number, parent, name);
         }
-        Ok(Registered::New(number))
+        Ok(RegistrationResult::New(number))
     }
 
     /// Reads a registered directory, and registers and reads its subdirectories.
-    fn scan(&mut self, from: u32, scan: Scan) -> Result<(), WatchError> {
-        if scan != Scan::Tell {
+    fn scan(&mut self, from: u32, scan: ScanMode) -> Result<(), WatchError> {
+        if scan != ScanMode::Tell {
             // This scan may see entries whose events are still queued.
             self.scanned.doubt();
         }
@@ -649,7 +649,7 @@ impl<T: Tell> Tree<T> {
                 let is_dir = entry.file_type().is_ok_and(|kind| kind.is_dir());
                 let is_wanted = match &self.target.only {
                     Some(only) => name == *only,
-                    None => is_dir || scan == Scan::Tell,
+                    None => is_dir || scan == ScanMode::Tell,
                 };
                 if is_wanted {
                     entries.push((name, is_dir));
@@ -670,19 +670,19 @@ impl<T: Tell> Tree<T> {
                 let path = directory.join(&name);
                 let rules = self.nodes[node as usize].rules.as_deref();
                 if self.filter.ignores(rules, &path, is_dir) {
-                    if scan == Scan::Refresh
+                    if scan == ScanMode::Refresh
                         && let Some(child) = self.child(node, &name)
                     {
                         self.unregister(child);
                     }
                     continue;
                 }
-                let mut again = scan == Scan::Refresh;
-                if scan == Scan::Tell {
+                let mut again = scan == ScanMode::Refresh;
+                if scan == ScanMode::Tell {
                     let arrival = self.scanned.found(&path);
-                    if arrival != Arrival::Known {
-                        let (path, replaced) = (&path, arrival == Arrival::Vague);
-                        self.tell.tell(Happening::Created { path, replaced });
+                    if arrival != EntryNovelty::Known {
+                        let (path, replaced) = (&path, arrival == EntryNovelty::Vague);
+                        self.tell.tell(ReportedChange::Created { path, replaced });
                         again = true;
                     }
                 }
@@ -690,15 +690,15 @@ impl<T: Tell> Tree<T> {
                     continue;
                 }
                 match self.register(Some((node, &name)), &path)? {
-                    Registered::New(child) if scan == Scan::Refresh => {
-                        stack.push((child, Scan::Quiet));
+                    RegistrationResult::New(child) if scan == ScanMode::Refresh => {
+                        stack.push((child, ScanMode::Quiet));
                     }
-                    Registered::New(child) => stack.push((child, scan)),
+                    RegistrationResult::New(child) => stack.push((child, scan)),
                     // Skip it if it is mounted here a second time: the scan would never end.
-                    Registered::Known(child) if again && self.is_in(child, node) => {
+                    RegistrationResult::Known(child) if again && self.is_in(child, node) => {
                         stack.push((child, scan));
                     }
-                    Registered::Known(_) | Registered::Gone => {}
+                    RegistrationResult::Known(_) | RegistrationResult::Gone => {}
                 }
             }
         }
@@ -793,7 +793,7 @@ impl<T: Tell> Tree<T> {
     }
 
     fn detach(&mut self, node: u32) {
-        let Node {
+        let WatchedDirectory {
             parent,
             next,
             previous,
@@ -815,7 +815,7 @@ impl<T: Tell> Tree<T> {
         let mut names = Vec::new();
         let mut node = node;
         while node != BASE && node != NONE {
-            let Node { name, parent, .. } = &self.nodes[node as usize];
+            let WatchedDirectory { name, parent, .. } = &self.nodes[node as usize];
             names.push(name);
             node = *parent;
         }
@@ -837,7 +837,7 @@ impl<T: Tell> Tree<T> {
     }
 }
 
-enum Registered {
+enum RegistrationResult {
     New(u32),
     /// Already registered, here or at another path.
     Known(u32),
@@ -845,7 +845,7 @@ enum Registered {
     Gone,
 }
 
-struct Event {
+struct InotifyEvent {
     descriptor: i32,
     mask: ReadFlags,
     cookie: u32,
@@ -853,9 +853,9 @@ struct Event {
 }
 
 /// Buffer for events.
-pub(super) struct Buffer(Box<[MaybeUninit<u8>]>);
+pub(super) struct EventBuffer(Box<[MaybeUninit<u8>]>);
 
-impl Buffer {
+impl EventBuffer {
     pub(super) fn new() -> Self {
         Self(vec![MaybeUninit::uninit(); EVENT_BUFFER].into())
     }

@@ -4,8 +4,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn host() -> Host {
-    Host {
+fn host() -> HostFeatures {
+    HostFeatures {
         kernel: "6.12".to_owned(),
         user_namespaces: Ok(()),
         privileged_mounts: Err("not root".to_owned()),
@@ -18,15 +18,15 @@ fn host() -> Host {
     }
 }
 
-fn without_namespaces() -> Host {
-    Host {
+fn without_namespaces() -> HostFeatures {
+    HostFeatures {
         user_namespaces: Err("the system says no".to_owned()),
         ..host()
     }
 }
 
-fn options() -> Options<'static> {
-    Options {
+fn options() -> PlanOptions<'static> {
+    PlanOptions {
         root: false,
         allow_partial: false,
         is_directory: &|_| true,
@@ -34,26 +34,26 @@ fn options() -> Options<'static> {
     }
 }
 
-fn policy(rules: &[(&str, Access)]) -> Policy {
-    let rules: BTreeMap<PathBuf, Access> = rules
+fn policy(rules: &[(&str, PathAccess)]) -> ResolvedPolicy {
+    let rules: BTreeMap<PathBuf, PathAccess> = rules
         .iter()
         .map(|&(path, access)| (path.into(), access))
         .collect();
-    Policy {
-        view: Some(View {
+    ResolvedPolicy {
+        view: Some(AccessRules {
             rules,
-            ..View::default()
+            ..AccessRules::default()
         }),
-        network: Network::Restricted,
+        network: NetworkPermission::Restricted,
     }
 }
 
-use Access::{Deny, Read, Write};
+use PathAccess::{Deny, Read, Write};
 
-fn mounts(policy: &Policy) -> Vec<(String, What)> {
+fn mounts(policy: &ResolvedPolicy) -> Vec<(String, MountKind)> {
     let (confinement, _) = build(policy, &host(), options()).unwrap();
     let mounts = confinement.namespaces.unwrap().mounts;
-    let name = |path: &Text| String::from_utf8(path.clone()).unwrap();
+    let name = |path: &SystemText| String::from_utf8(path.clone()).unwrap();
     mounts
         .iter()
         .map(|mount| (name(&mount.path), mount.what.clone()))
@@ -62,9 +62,9 @@ fn mounts(policy: &Policy) -> Vec<(String, What)> {
 
 #[test]
 fn unrestricted_policy_needs_no_confinement() {
-    let all = Policy {
+    let all = ResolvedPolicy {
         view: None,
-        network: Network::Enabled,
+        network: NetworkPermission::Enabled,
     };
     let (confinement, enforcement) = build(&all, &host(), options()).unwrap();
     assert_eq!(confinement, Confinement::default());
@@ -73,9 +73,9 @@ fn unrestricted_policy_needs_no_confinement() {
 
 #[test]
 fn restricted_network_alone_uses_only_a_seccomp_filter() {
-    let policy = Policy {
+    let policy = ResolvedPolicy {
         view: None,
-        network: Network::Restricted,
+        network: NetworkPermission::Restricted,
     };
     let (confinement, enforcement) = build(&policy, &without_namespaces(), options()).unwrap();
     assert!(confinement.namespaces.is_none() && !confinement.drop_capabilities);
@@ -92,18 +92,18 @@ fn carve_outs_are_mounted_after_the_writable_root() {
         ("/w/.git", Read),
         ("/w/no", Deny),
     ]);
-    let mask = What::Mask { points: Vec::new() };
+    let mask = MountKind::Mask { points: Vec::new() };
     assert_eq!(
         mounts(&policy),
         [
-            ("/w".to_owned(), What::Writable),
-            ("/w/.git".to_owned(), What::ReadOnly),
+            ("/w".to_owned(), MountKind::Writable),
+            ("/w/.git".to_owned(), MountKind::ReadOnly),
             ("/w/no".to_owned(), mask),
         ]
     );
     let (confinement, enforcement) = build(&policy, &host(), options()).unwrap();
     let namespaces = confinement.namespaces.unwrap();
-    assert_eq!(namespaces.root, Root::ReadOnly);
+    assert_eq!(namespaces.root, ViewRoot::ReadOnly);
     assert!(namespaces.user && namespaces.network);
     let landlock = confinement.landlock.unwrap();
     assert!(landlock.rules.contains(&(b"/w".to_vec(), true)));
@@ -130,9 +130,9 @@ fn mask_has_mount_points_for_accessible_paths_below_it() {
     assert_eq!(
         mounts(&policy),
         [
-            ("/a".to_owned(), What::Mask { points }),
-            ("/a/b/c".to_owned(), What::Writable),
-            ("/a/b/c/d".to_owned(), What::ReadOnly),
+            ("/a".to_owned(), MountKind::Mask { points }),
+            ("/a/b/c".to_owned(), MountKind::Writable),
+            ("/a/b/c/d".to_owned(), MountKind::ReadOnly),
         ]
     );
 }
@@ -144,7 +144,7 @@ fn empty_root_has_links_and_mount_points_for_granted_paths() {
     view.links.insert("/bin".into(), "usr/bin".into());
     view.links.insert("/usr/x".into(), "y".into());
     let (confinement, _) = build(&policy, &host(), options()).unwrap();
-    let Root::Empty { links, points } = confinement.namespaces.unwrap().root else {
+    let ViewRoot::Empty { links, points } = confinement.namespaces.unwrap().root else {
         panic!("not empty");
     };
     assert_eq!(links, [(b"/bin".to_vec(), b"usr/bin".to_vec())]);
@@ -168,7 +168,7 @@ fn landlock_without_namespaces_enforces_the_rules_it_can_express() {
     let carved = policy(&[("/", Read), ("/w", Write), ("/w/.git", Read)]);
     let refused = build(&carved, &without_namespaces(), options()).unwrap_err();
     assert!(refused.0.contains("`/w/.git`") && refused.0.contains("the system says no"));
-    let partial = Options {
+    let partial = PlanOptions {
         allow_partial: true,
         ..options()
     };
@@ -184,14 +184,14 @@ fn private_network_requires_namespaces_even_with_partial_enforcement() {
         udp: vec![3],
         unix_sockets: false,
     };
-    let private = Options {
+    let private = PlanOptions {
         network: Some(&network),
         allow_partial: true,
         ..options()
     };
-    let unrestricted = Policy {
+    let unrestricted = ResolvedPolicy {
         view: None,
-        network: Network::Enabled,
+        network: NetworkPermission::Enabled,
     };
     for policy in [unrestricted.clone(), policy(&[("/", Read)])] {
         let (confinement, enforcement) = build(&policy, &host(), private).unwrap();
@@ -205,7 +205,7 @@ fn private_network_requires_namespaces_even_with_partial_enforcement() {
         assert!(names.contains(&"network_namespace".to_owned()), "{names:?}");
         let refused = build(&policy, &without_namespaces(), private).unwrap_err();
         assert!(refused.0.contains("managed network"), "{refused}");
-        let mute = Host {
+        let mute = HostFeatures {
             private_networks: Err("no loopback".to_owned()),
             ..host()
         };
@@ -216,19 +216,19 @@ fn private_network_requires_namespaces_even_with_partial_enforcement() {
     let namespaces = confinement.namespaces.unwrap();
     assert_eq!(
         (namespaces.root, namespaces.mounts),
-        (Root::Writable, Vec::new())
+        (ViewRoot::Writable, Vec::new())
     );
 }
 
 #[test]
 fn build_refuses_policy_on_host_without_any_mechanism() {
-    let host = Host::nothing("no");
-    let partial = Options {
+    let host = HostFeatures::nothing("no");
+    let partial = PlanOptions {
         allow_partial: true,
         ..options()
     };
     assert!(build(&policy(&[("/", Read)]), &host, partial).is_err());
-    let old = Host {
+    let old = HostFeatures {
         landlock: 2,
         ..without_namespaces()
     };
@@ -237,20 +237,20 @@ fn build_refuses_policy_on_host_without_any_mechanism() {
 }
 
 /// Returns the access to a path after all mounts: the last mount over it decides.
-fn effective(root: &Root, mounts: &[Mount], path: &Path) -> Access {
+fn effective(root: &ViewRoot, mounts: &[ViewMount], path: &Path) -> PathAccess {
     let base = match root {
-        Root::ReadOnly => Read,
-        Root::Writable => Write,
-        Root::Empty { .. } => Deny,
+        ViewRoot::ReadOnly => Read,
+        ViewRoot::Writable => Write,
+        ViewRoot::Empty { .. } => Deny,
     };
     let over = mounts
         .iter()
         .rev()
         .find(|mount| path.starts_with(std::ffi::OsStr::from_bytes(&mount.path)));
     over.map_or(base, |mount| match mount.what {
-        What::ReadOnly | What::Pin => Read,
-        What::Writable => Write,
-        What::Mask { .. } => Deny,
+        MountKind::ReadOnly | MountKind::Pin => Read,
+        MountKind::Writable => Write,
+        MountKind::Mask { .. } => Deny,
     })
 }
 
@@ -260,14 +260,14 @@ proptest! {
         rules in prop::collection::btree_map("(/[ab]){0,4}", 0..3u8, 1..10),
         path in "(/[abc]){1,5}",
     ) {
-        let rules: Vec<(String, Access)> = rules
+        let rules: Vec<(String, PathAccess)> = rules
             .into_iter()
             .map(|(path, access)| {
                 let path = if path.is_empty() { "/".to_owned() } else { path };
                 (path, [Read, Write, Deny][usize::from(access)])
             })
             .collect();
-        let rules: Vec<(&str, Access)> =
+        let rules: Vec<(&str, PathAccess)> =
             rules.iter().map(|(path, access)| (path.as_str(), *access)).collect();
         let policy = policy(&rules);
         let view = policy.view.clone().unwrap();
@@ -279,13 +279,13 @@ proptest! {
         // Every mount below a mask needs a mount point in the mask.
         for mount in &namespaces.mounts {
             let mounted = Path::new(std::ffi::OsStr::from_bytes(&mount.path));
-            if matches!(mount.what, What::Mask { .. }) {
+            if matches!(mount.what, MountKind::Mask { .. }) {
                 continue;
             }
             let above = namespaces.mounts.iter().rev().find(|other| {
                 *other != mount && mounted.starts_with(std::ffi::OsStr::from_bytes(&other.path))
             });
-            if let Some(Mount { path, what: What::Mask { points } }) = above {
+            if let Some(ViewMount { path, what: MountKind::Mask { points } }) = above {
                 let relative = mounted.strip_prefix(std::ffi::OsStr::from_bytes(path)).unwrap();
                 prop_assert!(points.iter().any(|(point, _)| *point == text(relative)));
             }

@@ -7,32 +7,32 @@ use super::*;
 
 /// In-memory disk, defined by a list of paths.
 #[derive(Debug, Default)]
-pub(crate) struct Tree {
-    kinds: BTreeMap<PathBuf, Kind>,
+pub(crate) struct MemoryDisk {
+    kinds: BTreeMap<PathBuf, PathType>,
     texts: HashMap<PathBuf, Vec<u8>>,
 }
 
-impl Tree {
+impl MemoryDisk {
     /// Accepts `/dir/`, `/file`, `/file = text` and `/link -> target`; parents are added
     /// automatically.
     pub(crate) fn new(items: &[&str]) -> Self {
         let mut tree = Self::default();
         for item in items {
             let (path, kind) = if let Some((path, to)) = item.split_once(" -> ") {
-                (path, Kind::Link(to.into()))
+                (path, PathType::Link(to.into()))
             } else if let Some((path, text)) = item.split_once(" = ") {
                 tree.texts.insert(path.into(), text.as_bytes().to_vec());
-                (path, Kind::File)
+                (path, PathType::File)
             } else if let Some(path) = item.strip_suffix('/') {
-                (path, Kind::Directory)
+                (path, PathType::Directory)
             } else {
-                (*item, Kind::File)
+                (*item, PathType::File)
             };
             let path = PathBuf::from(path);
             for above in path.ancestors().skip(1) {
                 tree.kinds
                     .entry(above.to_owned())
-                    .or_insert(Kind::Directory);
+                    .or_insert(PathType::Directory);
             }
             tree.kinds.insert(path, kind);
         }
@@ -40,8 +40,8 @@ impl Tree {
     }
 }
 
-impl Disk for Tree {
-    fn kind(&self, path: &Path) -> io::Result<Option<Kind>> {
+impl Disk for MemoryDisk {
+    fn kind(&self, path: &Path) -> io::Result<Option<PathType>> {
         Ok(self.kinds.get(path).cloned())
     }
 
@@ -69,19 +69,19 @@ impl Disk for Tree {
     }
 }
 
-fn entry(path: &str, access: Access) -> Entry {
+fn entry(path: &str, access: PathAccess) -> SandboxEntry {
     let special = |value| EntryPath::Special { value };
     let path = match path {
-        "root" => special(Special::Root),
-        "minimal" => special(Special::Minimal),
-        "tmpdir" => special(Special::Tmpdir),
-        "slash_tmp" => special(Special::SlashTmp),
-        "unknown" => special(Special::Unknown {
+        "root" => special(SpecialPath::Root),
+        "minimal" => special(SpecialPath::Minimal),
+        "tmpdir" => special(SpecialPath::Tmpdir),
+        "slash_tmp" => special(SpecialPath::SlashTmp),
+        "unknown" => special(SpecialPath::Unknown {
             path: "/x".to_owned(),
             subpath: None,
         }),
         path => match path.strip_prefix("roots:") {
-            Some(subpath) => special(Special::ProjectRoots {
+            Some(subpath) => special(SpecialPath::ProjectRoots {
                 subpath: (!subpath.is_empty()).then(|| subpath.to_owned()),
             }),
             None => match path.strip_prefix("glob:") {
@@ -94,35 +94,38 @@ fn entry(path: &str, access: Access) -> Entry {
             },
         },
     };
-    Entry {
+    SandboxEntry {
         path,
         access,
         missing_path_behavior: None,
     }
 }
 
-fn skip(mut entry: Entry) -> Entry {
+fn skip(mut entry: SandboxEntry) -> SandboxEntry {
     entry.missing_path_behavior = Some(MissingPathBehavior::Skip);
     entry
 }
 
-fn sandbox(entries: Vec<Entry>, roots: &[&str]) -> Sandbox {
+fn sandbox(entries: Vec<SandboxEntry>, roots: &[&str]) -> Sandbox {
     let mut sandbox = Sandbox::new(Permissions::Managed {
-        file_system: FileSystem::Restricted {
+        file_system: FilePermissions::Restricted {
             entries,
             glob_scan_max_depth: None,
         },
-        network: Network::Restricted,
+        network: NetworkPermission::Restricted,
     });
     let uri = |path: &&str| PathUri::parse(&format!("file://{path}")).unwrap();
     sandbox.workspace_roots = roots.iter().map(uri).collect();
     sandbox
 }
 
-fn try_view(items: &[&str], entries: Vec<Entry>) -> Result<Option<View>, PolicyError> {
+fn try_view(
+    items: &[&str],
+    entries: Vec<SandboxEntry>,
+) -> Result<Option<AccessRules>, PolicyError> {
     let env = BTreeMap::from([("TMPDIR".to_owned(), "/var/t".to_owned())]);
-    let tree = Tree::new(items);
-    let context = Context {
+    let tree = MemoryDisk::new(items);
+    let context = PolicyDirectories {
         env: &env,
         disk: &tree,
         hidden: &[],
@@ -131,18 +134,18 @@ fn try_view(items: &[&str], entries: Vec<Entry>) -> Result<Option<View>, PolicyE
     Ok(resolve(&sandbox(entries, &["/w"]), &context)?.view)
 }
 
-fn view_of(items: &[&str], entries: Vec<Entry>) -> View {
+fn view_of(items: &[&str], entries: Vec<SandboxEntry>) -> AccessRules {
     try_view(items, entries).unwrap().expect("a restriction")
 }
 
-fn access(view: &View, path: &str) -> Access {
+fn access(view: &AccessRules, path: &str) -> PathAccess {
     view.access(Path::new(path))
 }
 
-use Access::{Deny, Read, Write};
+use PathAccess::{Deny, Read, Write};
 
 /// Entries that the real client sends for a workspace.
-fn workspace() -> Vec<Entry> {
+fn workspace() -> Vec<SandboxEntry> {
     let mut entries = vec![
         entry("root", Read),
         entry("roots:", Write),
@@ -192,15 +195,15 @@ fn missing_special_paths_grant_nothing() {
     assert_eq!(access(&view, "/tmp/x"), Read);
     assert_eq!(access(&view, "/var/t/x"), Read);
     let without = sandbox(vec![entry("roots:", Write), entry("unknown", Write)], &[]);
-    let tree = Tree::new(&["/w/"]);
-    let context = Context {
+    let tree = MemoryDisk::new(&["/w/"]);
+    let context = PolicyDirectories {
         env: &BTreeMap::new(),
         disk: &tree,
         hidden: &[],
         reads_only: false,
     };
     let policy = resolve(&without, &context).unwrap();
-    assert_eq!(policy.view, Some(View::default()));
+    assert_eq!(policy.view, Some(AccessRules::default()));
 }
 
 #[test]
@@ -235,7 +238,7 @@ fn longest_entry_decides_and_deny_wins_for_equal_paths() {
 
 #[test]
 fn writable_root_restricts_nothing_without_narrower_entries() {
-    let all = |more: &[Entry]| {
+    let all = |more: &[SandboxEntry]| {
         let mut entries = vec![entry("root", Write)];
         entries.extend_from_slice(more);
         try_view(&["/w/.git/", "/w/x.env"], entries).unwrap()
@@ -307,13 +310,13 @@ fn resolve_rejects_planted_protected_link_to_hidden_files() {
     assert!(matches!(refused, PolicyError::WritableLink { .. }));
 }
 
-fn workspace_without_git() -> Vec<Entry> {
+fn workspace_without_git() -> Vec<SandboxEntry> {
     vec![entry("root", Read), entry("roots:", Write)]
 }
 
 #[test]
 fn resolve_rejects_links_that_the_process_could_replace() {
-    let refused = |entries: Vec<Entry>| {
+    let refused = |entries: Vec<SandboxEntry>| {
         let items = ["/w/link -> /etc", "/etc/x", "/safe -> /w/dir", "/w/dir/"];
         try_view(&items, entries).unwrap_err().to_string()
     };
@@ -353,9 +356,9 @@ fn missing_read_only_path_in_writable_directory_must_not_be_created() {
 #[test]
 fn placeholder_directory_counts_as_missing() {
     let items = ["/w/.codex = placeholder", "/w/.codex/"];
-    let mut tree = Tree::new(&items);
-    tree.kinds.insert("/w/.codex".into(), Kind::Directory);
-    let context = Context {
+    let mut tree = MemoryDisk::new(&items);
+    tree.kinds.insert("/w/.codex".into(), PathType::Directory);
+    let context = PolicyDirectories {
         env: &BTreeMap::new(),
         disk: &tree,
         hidden: &[],
@@ -387,7 +390,7 @@ fn resolve_rejects_subpaths_outside_the_root_and_foreign_uris() {
         let error = try_view(&["/w/"], vec![entry(&format!("roots:{subpath}"), Read)]).unwrap_err();
         assert!(matches!(error, PolicyError::Subpath(_)), "{subpath}");
     }
-    let foreign = Entry {
+    let foreign = SandboxEntry {
         path: EntryPath::Path {
             path: PathUri::parse("file:///C:/x").unwrap(),
         },
@@ -403,9 +406,9 @@ fn resolve_rejects_subpaths_outside_the_root_and_foreign_uris() {
 
 #[test]
 fn hidden_files_are_denied_despite_a_write_entry() {
-    let tree = Tree::new(&["/w/token", "/etc/x"]);
+    let tree = MemoryDisk::new(&["/w/token", "/etc/x"]);
     let hidden = ["/w/token".into(), "/not/there".into()];
-    let context = Context {
+    let context = PolicyDirectories {
         env: &BTreeMap::new(),
         disk: &tree,
         hidden: &hidden,
@@ -431,7 +434,7 @@ proptest! {
         let access_of = |number: u8| [Read, Write, Deny][usize::from(number)];
         let items: Vec<String> = entries.iter().map(|(path, _)| format!("{path}/")).collect();
         let items: Vec<&str> = items.iter().map(String::as_str).collect();
-        let wire: Vec<Entry> = entries
+        let wire: Vec<SandboxEntry> = entries
             .iter()
             .map(|(path, number)| match path.as_str() {
                 "" => entry("root", access_of(*number)),

@@ -89,7 +89,7 @@ pub(crate) fn reads_terminal(pids: &[Pid]) -> Option<i32> {
             && threads().is_some_and(|threads| {
                 threads.take(MAX_THREADS).any(|thread| {
                     let call = fs::read_to_string(thread.path().join("syscall"));
-                    let call = call.ok().and_then(|text| Call::parse(&text));
+                    let call = call.ok().and_then(|text| BlockingCall::parse(&text));
                     call.is_some_and(|call| call.waits_for_terminal(pid))
                 })
             })
@@ -119,12 +119,12 @@ fn is_in_foreground(pid: i32) -> bool {
 
 /// System call in which a thread is blocked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Call {
+struct BlockingCall {
     number: i64,
     arguments: [u64; 3],
 }
 
-impl Call {
+impl BlockingCall {
     /// Parses `/proc/PID/task/TID/syscall`, which contains `running` for a thread that is not
     /// blocked.
     fn parse(text: &str) -> Option<Self> {
@@ -140,30 +140,30 @@ impl Call {
     fn waits_for_terminal(&self, pid: i32) -> bool {
         let [first, second, _] = self.arguments;
         let descriptors = match self.kind() {
-            Some(Kind::Read) => vec![first],
-            Some(Kind::Poll) => polled(pid, first, second),
-            Some(Kind::Select) => selected(pid, first, second),
-            Some(Kind::Epoll) => watched(pid, first),
+            Some(BlockingCallKind::Read) => vec![first],
+            Some(BlockingCallKind::Poll) => polled(pid, first, second),
+            Some(BlockingCallKind::Select) => selected(pid, first, second),
+            Some(BlockingCallKind::Epoll) => watched(pid, first),
             None => return false,
         };
         descriptors.iter().any(|&fd| is_terminal(pid, fd))
     }
 
-    fn kind(&self) -> Option<Kind> {
+    fn kind(&self) -> Option<BlockingCallKind> {
         #[cfg(target_arch = "x86_64")]
         match self.number {
-            libc::SYS_poll => return Some(Kind::Poll),
-            libc::SYS_select => return Some(Kind::Select),
-            libc::SYS_epoll_wait => return Some(Kind::Epoll),
+            libc::SYS_poll => return Some(BlockingCallKind::Poll),
+            libc::SYS_select => return Some(BlockingCallKind::Select),
+            libc::SYS_epoll_wait => return Some(BlockingCallKind::Epoll),
             _ => {}
         }
         match self.number {
             libc::SYS_read | libc::SYS_readv | libc::SYS_pread64 | libc::SYS_preadv => {
-                Some(Kind::Read)
+                Some(BlockingCallKind::Read)
             }
-            libc::SYS_ppoll => Some(Kind::Poll),
-            libc::SYS_pselect6 => Some(Kind::Select),
-            libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => Some(Kind::Epoll),
+            libc::SYS_ppoll => Some(BlockingCallKind::Poll),
+            libc::SYS_pselect6 => Some(BlockingCallKind::Select),
+            libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => Some(BlockingCallKind::Epoll),
             _ => None,
         }
     }
@@ -171,7 +171,7 @@ impl Call {
 
 /// What a system call waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum BlockingCallKind {
     Read,
     Poll,
     Select,
@@ -289,12 +289,12 @@ mod tests {
 
     #[test]
     fn syscall_and_descriptor_lines_are_parsed() {
-        let call = Call::parse("0 0x3 0x7ffe 0x400 0x0 0x0 0x0 0x7ffd 0x7f4b\n").unwrap();
+        let call = BlockingCall::parse("0 0x3 0x7ffe 0x400 0x0 0x0 0x0 0x7ffd 0x7f4b\n").unwrap();
         assert_eq!(call.arguments, [3, 0x7ffe, 0x400]);
         #[cfg(target_arch = "x86_64")]
-        assert_eq!(call.kind(), Some(Kind::Read));
+        assert_eq!(call.kind(), Some(BlockingCallKind::Read));
         for odd in ["running\n", "", "-1 0x7ffd 0x7f4b\n", "0 3 4 5"] {
-            assert_eq!(Call::parse(odd), None, "{odd}");
+            assert_eq!(BlockingCall::parse(odd), None, "{odd}");
         }
         let line = "tfd:        5 events:       19 data:                5  pos:0 ino:3 sdev:18";
         assert_eq!(watched_descriptor(line), Some(5));

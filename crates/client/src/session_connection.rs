@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_protocol::method::{Empty, Method as _, Notification as _};
+use exec_server_protocol::method::{Empty, Method as _, NotificationMethod as _};
 use exec_server_protocol::process::{Start, StartParams};
 use exec_server_protocol::session::{
     Initialize, InitializeParams, InitializeResponse, Initialized,
@@ -19,17 +19,17 @@ use exec_server_transport::peer::{FIRST_CALL, FirstCall};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::dial::{Dial, Dialled, FirstWords};
+use crate::dial::{Dial, DialledLink, InitialMessages};
 use crate::error::ExecServerError;
 use crate::options::ExecServerClientConnectOptions;
 use crate::options::millis;
-use crate::recovery::{Recovery, Step, may_pass};
-use crate::route::{Dispatch, Routes};
+use crate::recovery::{Recovery, RecoveryStep, may_pass};
+use crate::route::{ClientRoutes, NotificationDispatch};
 use crate::state::ConnectionState;
 
 /// One connection of a session; cheap to clone.
 #[derive(Clone)]
-pub(crate) struct Connection {
+pub(crate) struct SessionConnection {
     pub(crate) peer: Peer,
     /// Number of the connection within the session, from 1.
     pub(crate) generation: u64,
@@ -37,9 +37,9 @@ pub(crate) struct Connection {
     _keep: Option<Arc<dyn Any + Send + Sync>>,
 }
 
-impl fmt::Debug for Connection {
+impl fmt::Debug for SessionConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connection")
+        f.debug_struct("SessionConnection")
             .field("generation", &self.generation)
             .finish_non_exhaustive()
     }
@@ -47,8 +47,8 @@ impl fmt::Debug for Connection {
 
 /// Holder of the session's current connection.
 #[derive(Debug)]
-pub(crate) struct Line {
-    current: watch::Sender<Current>,
+pub(crate) struct ConnectionHolder {
+    current: watch::Sender<CurrentConnection>,
     /// Connection states for observers. They do not contain the connection, which must not outlive
     /// its client.
     states: watch::Sender<ConnectionState>,
@@ -58,17 +58,17 @@ pub(crate) struct Line {
 }
 
 #[derive(Debug)]
-enum Current {
-    Up(Connection),
+enum CurrentConnection {
+    Up(SessionConnection),
     /// The connection of this generation was lost.
     Down(u64),
     Failed(Arc<str>),
 }
 
-impl Line {
-    fn new(connection: Connection, recovers: bool) -> Self {
+impl ConnectionHolder {
+    fn new(connection: SessionConnection, recovers: bool) -> Self {
         Self {
-            current: watch::Sender::new(Current::Up(connection)),
+            current: watch::Sender::new(CurrentConnection::Up(connection)),
             states: watch::Sender::new(ConnectionState::Connected),
             closed: watch::Sender::new(None),
             recovers,
@@ -87,9 +87,9 @@ impl Line {
     /// Returns the generation of the current or last connection.
     pub(crate) fn generation(&self) -> u64 {
         match &*self.current.borrow() {
-            Current::Up(connection) => connection.generation,
-            Current::Down(generation) => *generation,
-            Current::Failed(_) => u64::MAX,
+            CurrentConnection::Up(connection) => connection.generation,
+            CurrentConnection::Down(generation) => *generation,
+            CurrentConnection::Failed(_) => u64::MAX,
         }
     }
 
@@ -98,7 +98,7 @@ impl Line {
     /// # Errors
     ///
     /// [`ExecServerError::Closed`] when there will be no more connections.
-    pub(crate) async fn ready(&self) -> Result<Connection, ExecServerError> {
+    pub(crate) async fn ready(&self) -> Result<SessionConnection, ExecServerError> {
         self.after(0).await
     }
 
@@ -107,13 +107,18 @@ impl Line {
     /// # Errors
     ///
     /// [`ExecServerError::Closed`] when there will be no more connections.
-    pub(crate) async fn after(&self, generation: u64) -> Result<Connection, ExecServerError> {
-        let settled = |current: &Current| match current {
-            Current::Up(connection) if connection.generation > generation => {
+    pub(crate) async fn after(
+        &self,
+        generation: u64,
+    ) -> Result<SessionConnection, ExecServerError> {
+        let settled = |current: &CurrentConnection| match current {
+            CurrentConnection::Up(connection) if connection.generation > generation => {
                 Some(Ok(connection.clone()))
             }
-            Current::Up(_) | Current::Down(_) => None,
-            Current::Failed(reason) => Some(Err(ExecServerError::Closed(Arc::clone(reason)))),
+            CurrentConnection::Up(_) | CurrentConnection::Down(_) => None,
+            CurrentConnection::Failed(reason) => {
+                Some(Err(ExecServerError::Closed(Arc::clone(reason))))
+            }
         };
         if let Some(settled) = settled(&self.current.borrow()) {
             return settled;
@@ -136,12 +141,12 @@ impl Line {
         &self,
         generation: u64,
         method: &'static str,
-    ) -> Result<Connection, ExecServerError> {
+    ) -> Result<SessionConnection, ExecServerError> {
         match &*self.current.borrow() {
-            Current::Up(connection) if connection.generation == generation => {
+            CurrentConnection::Up(connection) if connection.generation == generation => {
                 Ok(connection.clone())
             }
-            Current::Failed(reason) => Err(ExecServerError::Closed(Arc::clone(reason))),
+            CurrentConnection::Failed(reason) => Err(ExecServerError::Closed(Arc::clone(reason))),
             _ => Err(ExecServerError::Interrupted {
                 method,
                 reason: "the connection was replaced".into(),
@@ -161,9 +166,9 @@ impl Line {
     /// kept.
     pub(crate) fn fail(&self, reason: &Arc<str>) {
         let first = self.current.send_if_modified(|current| {
-            let first = !matches!(current, Current::Failed(_));
+            let first = !matches!(current, CurrentConnection::Failed(_));
             if first {
-                *current = Current::Failed(Arc::clone(reason));
+                *current = CurrentConnection::Failed(Arc::clone(reason));
             }
             first
         });
@@ -175,12 +180,12 @@ impl Line {
     }
 
     /// Replaces the current connection, unless the session has failed.
-    fn replace(&self, next: Current, state: ConnectionState) -> Result<(), Arc<str>> {
+    fn replace(&self, next: CurrentConnection, state: ConnectionState) -> Result<(), Arc<str>> {
         let mut failed = None;
         // Dropped after the lock is released: dropping a connection runs code of other modules.
         let mut replaced = None;
         self.current.send_if_modified(|current| {
-            if let Current::Failed(reason) = current {
+            if let CurrentConnection::Failed(reason) = current {
                 failed = Some(Arc::clone(reason));
                 return false;
             }
@@ -200,18 +205,18 @@ impl Line {
 
 /// Credentials that identify a session to its server.
 #[derive(Debug, Clone)]
-struct Identity {
+struct SessionCredentials {
     session_id: String,
     /// Allows resuming the session even while the server considers the old connection alive.
     resume_key: Option<String>,
 }
 
 /// Session that was opened, with its reconnect task and first call.
-pub(crate) struct Opened {
-    pub(crate) line: Arc<Line>,
+pub(crate) struct OpenedSession {
+    pub(crate) line: Arc<ConnectionHolder>,
     pub(crate) answer: InitializeResponse,
     /// Replaces lost connections; must run for as long as the client exists.
-    pub(crate) keeper: Keeper,
+    pub(crate) keeper: Reconnector,
     /// The start that was sent together with the handshake, if there was one.
     pub(crate) start: Option<FirstCall>,
 }
@@ -219,22 +224,22 @@ pub(crate) struct Opened {
 /// Opens a new session, or resumes the one that the options name; `dial` opens later connections.
 /// If the first messages were sent on the link, they may have included a start.
 pub(crate) async fn open(
-    dialled: Dialled,
+    dialled: DialledLink,
     dial: Option<Box<dyn Dial>>,
     options: ExecServerClientConnectOptions,
-    routes: &Arc<Routes>,
+    routes: &Arc<ClientRoutes>,
     starts: bool,
-) -> Result<Opened, ExecServerError> {
+) -> Result<OpenedSession, ExecServerError> {
     let resumed = resumed(&options);
     let calls = 1 + usize::from(starts);
     let introduced = introduce(dialled, (1, calls), resumed.as_ref(), &options, routes);
     let (connection, answer, start) = introduced.await?;
-    let line = Arc::new(Line::new(connection.clone(), dial.is_some()));
-    let keeper = Keeper {
+    let line = Arc::new(ConnectionHolder::new(connection.clone(), dial.is_some()));
+    let keeper = Reconnector {
         line: Arc::clone(&line),
         routes: Arc::clone(routes),
         dial,
-        identity: Identity {
+        identity: SessionCredentials {
             session_id: answer.session_id.clone(),
             resume_key: answer.resume_key.clone(),
         },
@@ -247,7 +252,7 @@ pub(crate) async fn open(
         options,
         connection,
     };
-    Ok(Opened {
+    Ok(OpenedSession {
         line,
         answer,
         keeper,
@@ -256,7 +261,7 @@ pub(crate) async fn open(
 }
 
 fn initialize(
-    resumed: Option<&Identity>,
+    resumed: Option<&SessionCredentials>,
     options: &ExecServerClientConnectOptions,
 ) -> InitializeParams {
     InitializeParams {
@@ -272,7 +277,7 @@ fn initialize(
 pub(crate) fn introduction(
     options: &ExecServerClientConnectOptions,
     start: Option<&StartParams>,
-) -> FirstWords {
+) -> InitialMessages {
     let resumed = resumed(options);
     let params = initialize(resumed.as_ref(), options);
     let (mut request, mut notice) = (Vec::new(), Vec::new());
@@ -291,16 +296,16 @@ pub(crate) fn introduction(
         debug_assert!(asked.is_ok(), "texts and numbers always serialise");
         messages.push(request);
     }
-    FirstWords {
+    InitialMessages {
         messages,
         repeatable: start.is_none(),
     }
 }
 
 /// Returns the identity of the session that the options name.
-fn resumed(options: &ExecServerClientConnectOptions) -> Option<Identity> {
+fn resumed(options: &ExecServerClientConnectOptions) -> Option<SessionCredentials> {
     let session_id = options.resume_session_id.clone()?;
-    Some(Identity {
+    Some(SessionCredentials {
         session_id,
         resume_key: None,
     })
@@ -309,14 +314,14 @@ fn resumed(options: &ExecServerClientConnectOptions) -> Option<Identity> {
 /// Performs the handshake on a new link with this generation; `calls` requests were sent already if
 /// the dial sent the first messages.
 async fn introduce(
-    dialled: Dialled,
+    dialled: DialledLink,
     (generation, calls): (u64, usize),
-    resumed: Option<&Identity>,
+    resumed: Option<&SessionCredentials>,
     options: &ExecServerClientConnectOptions,
-    routes: &Arc<Routes>,
-) -> Result<(Connection, InitializeResponse, Option<FirstCall>), ExecServerError> {
-    let Dialled { link, keep, said } = dialled;
-    let handler = Dispatch(Arc::clone(routes));
+    routes: &Arc<ClientRoutes>,
+) -> Result<(SessionConnection, InitializeResponse, Option<FirstCall>), ExecServerError> {
+    let DialledLink { link, keep, said } = dialled;
+    let handler = NotificationDispatch(Arc::clone(routes));
     let calls = if said { calls } else { 0 };
     let (peer, first) = Peer::after_calls(link, options.keepalive, handler, calls);
     let mut first = first.into_iter();
@@ -343,7 +348,7 @@ async fn introduce(
             ),
         });
     }
-    let connection = Connection {
+    let connection = SessionConnection {
         peer,
         generation,
         _keep: keep.map(Arc::from),
@@ -364,17 +369,17 @@ fn random() -> u64 {
 }
 
 /// Task that replaces lost connections of one session.
-pub(crate) struct Keeper {
-    line: Arc<Line>,
-    routes: Arc<Routes>,
+pub(crate) struct Reconnector {
+    line: Arc<ConnectionHolder>,
+    routes: Arc<ClientRoutes>,
     dial: Option<Box<dyn Dial>>,
-    identity: Identity,
+    identity: SessionCredentials,
     options: ExecServerClientConnectOptions,
     recovery: Recovery,
-    connection: Connection,
+    connection: SessionConnection,
 }
 
-impl Keeper {
+impl Reconnector {
     /// Runs until the session is lost to this client; the task is aborted when the client is
     /// dropped.
     pub(crate) async fn run(mut self) {
@@ -388,8 +393,10 @@ impl Keeper {
             };
             let up = recovered.and_then(|connection| {
                 self.connection = connection.clone();
-                self.line
-                    .replace(Current::Up(connection), ConnectionState::Connected)
+                self.line.replace(
+                    CurrentConnection::Up(connection),
+                    ConnectionState::Connected,
+                )
             });
             if let Err(reason) = up {
                 self.line.fail(&reason);
@@ -406,12 +413,12 @@ impl Keeper {
         if self.dial.is_none() || self.recovery.budget().is_zero() {
             return Ok(());
         }
-        let down = Current::Down(self.connection.generation);
+        let down = CurrentConnection::Down(self.connection.generation);
         self.line.replace(down, ConnectionState::Recovering)
     }
 
     /// Opens connections until one of them resumes the session.
-    async fn recover(&mut self, lost: &str) -> Result<Connection, Arc<str>> {
+    async fn recover(&mut self, lost: &str) -> Result<SessionConnection, Arc<str>> {
         let Some(dial) = self.dial.take() else {
             return Err(lost.into());
         };
@@ -421,12 +428,12 @@ impl Keeper {
         let mut last: Option<ExecServerError> = None;
         let outcome = loop {
             let until = match self.recovery.poll(now()) {
-                Step::Wait(until) => {
+                RecoveryStep::Wait(until) => {
                     tokio::time::sleep_until(until.into()).await;
                     continue;
                 }
-                Step::Try { until } => until,
-                Step::GiveUp => {
+                RecoveryStep::Try { until } => until,
+                RecoveryStep::GiveUp => {
                     let budget = self.recovery.budget();
                     break Err(match last {
                         Some(error) => format!(

@@ -14,22 +14,22 @@ use exec_server_protocol::{Method as _, RequestId, envelope};
 use exec_server_sync::Mutex;
 use tokio::sync::{Notify, oneshot};
 
-use crate::outbox::{Outbox, Reply};
+use crate::outbox::{OutMessage, Outbox};
 
 /// Requests that may wait for a response at one time. Clients support the same number.
 const MAX_ASKS: usize = 256;
 
 /// Pending server requests of one connection.
 #[derive(Debug, Default)]
-pub(crate) struct Asks {
+pub(crate) struct ServerRequests {
     /// This lock is never held across an await.
-    state: Mutex<State>,
+    state: Mutex<ServerRequestsState>,
     /// Signals that a request was sent.
     begun: Notify,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct ServerRequestsState {
     waiting: HashMap<i64, oneshot::Sender<PolicyAnswer>>,
     /// The id of the latest request.
     last: i64,
@@ -39,7 +39,7 @@ struct State {
 
 /// The request that a response belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Settled {
+pub(crate) enum AnsweredRequest {
     /// A request of this server; its task may still wait for the response or may have stopped
     /// waiting.
     Known,
@@ -47,7 +47,7 @@ pub(crate) enum Settled {
     Stray,
 }
 
-impl Asks {
+impl ServerRequests {
     /// Sends a request and waits for the response. Returns `None` if there will be no response: too
     /// many requests are pending, the client does not support server requests, or the connection
     /// has ended.
@@ -69,11 +69,11 @@ impl Asks {
             state.waiting.insert(id, sender);
             (id, answer)
         };
-        let _forget = Forget { asks: self, id };
+        let _forget = ForgetRequest { asks: self, id };
         let mut message = Vec::with_capacity(256);
         let number = RequestId::Number(id);
         envelope::encode_request(&mut message, &number, PolicyRequest::NAME, params).ok()?;
-        outbox.push(Reply {
+        outbox.push(OutMessage {
             message,
             _reserved: None,
         });
@@ -83,13 +83,13 @@ impl Asks {
 
     /// Passes a response to the task that waits for it. An error or an invalid response counts as
     /// no response.
-    pub(crate) fn settle(&self, id: &RequestId, result: Option<&str>) -> Settled {
+    pub(crate) fn settle(&self, id: &RequestId, result: Option<&str>) -> AnsweredRequest {
         let RequestId::Number(id) = *id else {
-            return Settled::Stray;
+            return AnsweredRequest::Stray;
         };
         let mut state = self.state.lock();
         if id < 1 || id > state.last {
-            return Settled::Stray;
+            return AnsweredRequest::Stray;
         }
         let waiting = state.waiting.remove(&id);
         drop(state);
@@ -97,7 +97,7 @@ impl Asks {
         if let (Some(waiting), Some(PolicyRequestResult { decision })) = (waiting, answer) {
             let _ = waiting.send(decision);
         }
-        Settled::Known
+        AnsweredRequest::Known
     }
 
     /// Whether a request waits for its response.
@@ -121,12 +121,12 @@ impl Asks {
 }
 
 /// Removes a pending request when the task that waits for the response is dropped.
-struct Forget<'a> {
-    asks: &'a Asks,
+struct ForgetRequest<'a> {
+    asks: &'a ServerRequests,
     id: i64,
 }
 
-impl Drop for Forget<'_> {
+impl Drop for ForgetRequest<'_> {
     fn drop(&mut self) {
         self.asks.state.lock().waiting.remove(&self.id);
     }
@@ -149,7 +149,7 @@ mod tests {
         }
     }
 
-    fn asked(asks: &Arc<Asks>) -> tokio::task::JoinHandle<Option<PolicyAnswer>> {
+    fn asked(asks: &Arc<ServerRequests>) -> tokio::task::JoinHandle<Option<PolicyAnswer>> {
         let outbox = Outbox::alone();
         let asks = Arc::clone(asks);
         tokio::spawn(async move { asks.ask(&outbox, &params()).await })
@@ -161,7 +161,7 @@ mod tests {
 
     #[tokio::test]
     async fn each_response_completes_the_request_with_its_id() {
-        let asks = Arc::new(Asks::default());
+        let asks = Arc::new(ServerRequests::default());
         let first = asked(&asks);
         asks.begun().await;
         let second = asked(&asks);
@@ -169,27 +169,27 @@ mod tests {
         assert!(asks.is_pending());
         let number = RequestId::Number;
         let deny = Some(r#"{"decision":{"type":"deny","reason":"no"}}"#);
-        assert_eq!(asks.settle(&number(2), deny), Settled::Known);
-        assert_eq!(asks.settle(&number(1), allow()), Settled::Known);
+        assert_eq!(asks.settle(&number(2), deny), AnsweredRequest::Known);
+        assert_eq!(asks.settle(&number(1), allow()), AnsweredRequest::Known);
         assert_eq!(first.await.unwrap(), Some(PolicyAnswer::Allow));
         let reason = "no".to_owned();
         assert_eq!(second.await.unwrap(), Some(PolicyAnswer::Deny { reason }));
         assert!(!asks.is_pending());
         // Late, repeated and unknown responses complete no request.
-        assert_eq!(asks.settle(&number(1), allow()), Settled::Known);
+        assert_eq!(asks.settle(&number(1), allow()), AnsweredRequest::Known);
         for stray in [
             number(3),
             number(0),
             number(-1),
             RequestId::Text("1".into()),
         ] {
-            assert_eq!(asks.settle(&stray, allow()), Settled::Stray);
+            assert_eq!(asks.settle(&stray, allow()), AnsweredRequest::Stray);
         }
     }
 
     #[tokio::test]
     async fn error_and_invalid_responses_count_as_no_response() {
-        let asks = Arc::new(Asks::default());
+        let asks = Arc::new(ServerRequests::default());
         let mut id = 0;
         for odd in [
             None,
@@ -200,14 +200,17 @@ mod tests {
             let asked = asked(&asks);
             asks.begun().await;
             id += 1;
-            assert_eq!(asks.settle(&RequestId::Number(id), odd), Settled::Known);
+            assert_eq!(
+                asks.settle(&RequestId::Number(id), odd),
+                AnsweredRequest::Known
+            );
             assert_eq!(asked.await.unwrap(), None, "{odd:?}");
         }
     }
 
     #[tokio::test]
     async fn pending_requests_are_bounded_removed_when_dropped_and_end_with_connection() {
-        let asks = Arc::new(Asks::default());
+        let asks = Arc::new(ServerRequests::default());
         let mut all: Vec<_> = (0..MAX_ASKS).map(|_| asked(&asks)).collect();
         while asks.state.lock().waiting.len() < MAX_ASKS {
             asks.begun().await;

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 /// Result of one call: output, state and exit code of its command.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
-pub struct Answer {
+pub struct CommandResult {
     /// Id of this result, for references to it: six hexadecimal digits.
     pub chunk_id: String,
     /// Duration of the call.
@@ -68,7 +68,7 @@ pub enum DenialSource {
     Output,
 }
 
-impl Answer {
+impl CommandResult {
     /// Formats the result as text, in the form that models expect:
     ///
     /// ```text

@@ -2,24 +2,24 @@
 
 use exec_server_executor::{Process, StartError};
 
-use crate::audit::Run;
-use crate::auth::Identity;
-use crate::server::Server;
+use crate::audit::AuditedCommand;
+use crate::auth::ClientIdentity;
+use crate::server::ExecServer;
 
 /// Records start and end of one process in the metrics and the audit log.
-pub(crate) struct Record {
-    server: Server,
-    identity: Identity,
+pub(crate) struct ProcessAudit {
+    server: ExecServer,
+    identity: ClientIdentity,
     session: String,
     process_id: String,
     /// The name of its sandbox policy, if it has one.
     policy: Option<&'static str>,
 }
 
-impl Record {
+impl ProcessAudit {
     pub(crate) fn new(
-        server: &Server,
-        identity: &Identity,
+        server: &ExecServer,
+        identity: &ClientIdentity,
         session: &str,
         process_id: &str,
         policy: Option<&'static str>,
@@ -53,7 +53,7 @@ impl Record {
         }
         if let Some(audit) = self.server.audit() {
             let enforcement = outcome.ok().and_then(Process::enforcement);
-            let run = Run {
+            let run = AuditedCommand {
                 identity: &self.identity,
                 session: &self.session,
                 process_id: &self.process_id,

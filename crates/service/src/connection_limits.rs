@@ -8,13 +8,13 @@ use exec_server_sync::Mutex;
 
 /// Counts connections, including those in their handshake.
 #[derive(Debug)]
-pub(crate) struct Crowd {
-    state: Mutex<State>,
+pub(crate) struct ConnectionCounter {
+    state: Mutex<CounterState>,
 }
 
-/// Limits of a [`Crowd`].
+/// Limits of a [`ConnectionCounter`].
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct CrowdLimits {
+pub(crate) struct ConnectionLimits {
     pub(crate) connections: usize,
     pub(crate) per_address: usize,
 }
@@ -24,8 +24,8 @@ pub(crate) struct CrowdLimits {
 const REFUSALS: usize = 64;
 
 #[derive(Debug)]
-struct State {
-    limits: CrowdLimits,
+struct CounterState {
+    limits: ConnectionLimits,
     total: usize,
     refusing: usize,
     by_address: HashMap<IpAddr, usize>,
@@ -33,31 +33,31 @@ struct State {
 
 /// One counted connection; released on drop.
 #[derive(Debug)]
-pub(crate) struct Place {
-    crowd: Arc<Crowd>,
+pub(crate) struct CountedConnection {
+    crowd: Arc<ConnectionCounter>,
     address: Option<IpAddr>,
-    kind: Kind,
+    kind: CountResult,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Kind {
+enum CountResult {
     Inside,
     Refused(String),
 }
 
-impl Place {
+impl CountedConnection {
     /// The text of the limit that prevents this connection from being served, for its peer.
     pub(crate) fn refusal(&self) -> Option<&str> {
         match &self.kind {
-            Kind::Inside => None,
-            Kind::Refused(text) => Some(text),
+            CountResult::Inside => None,
+            CountResult::Refused(text) => Some(text),
         }
     }
 }
 
-impl Crowd {
-    pub(crate) fn new(limits: CrowdLimits) -> Self {
-        let state = State {
+impl ConnectionCounter {
+    pub(crate) fn new(limits: ConnectionLimits) -> Self {
+        let state = CounterState {
             limits,
             total: 0,
             refusing: 0,
@@ -69,28 +69,28 @@ impl Crowd {
     }
 
     /// Changes the limits for new connections.
-    pub(crate) fn set_limits(&self, limits: CrowdLimits) {
+    pub(crate) fn set_limits(&self, limits: ConnectionLimits) {
         self.state.lock().limits = limits;
     }
 
-    /// Counts a new connection. Above a limit, returns a [`Place`] with a refusal to send to the
+    /// Counts a new connection. Above a limit, returns a [`CountedConnection`] with a refusal to send to the
     /// peer; `None` if too many refusals are being sent already.
-    pub(crate) fn enter(self: &Arc<Self>, address: Option<IpAddr>) -> Option<Place> {
+    pub(crate) fn enter(self: &Arc<Self>, address: Option<IpAddr>) -> Option<CountedConnection> {
         let mut state = self.state.lock();
-        let CrowdLimits {
+        let ConnectionLimits {
             connections,
             per_address,
         } = state.limits;
         let here = address.and_then(|address| state.by_address.get(&address).copied());
         let kind = if state.total >= connections {
-            Kind::Refused(format!("limit of {connections} connections reached"))
+            CountResult::Refused(format!("limit of {connections} connections reached"))
         } else if here.unwrap_or(0) >= per_address {
             let text = format!("limit of {per_address} connections from one address reached");
-            Kind::Refused(text)
+            CountResult::Refused(text)
         } else {
-            Kind::Inside
+            CountResult::Inside
         };
-        if kind == Kind::Inside {
+        if kind == CountResult::Inside {
             state.total += 1;
             if let Some(address) = address {
                 *state.by_address.entry(address).or_default() += 1;
@@ -101,7 +101,7 @@ impl Crowd {
             return None;
         }
         drop(state);
-        Some(Place {
+        Some(CountedConnection {
             crowd: Arc::clone(self),
             address,
             kind,
@@ -109,10 +109,10 @@ impl Crowd {
     }
 }
 
-impl Drop for Place {
+impl Drop for CountedConnection {
     fn drop(&mut self) {
         let mut state = self.crowd.state.lock();
-        if self.kind != Kind::Inside {
+        if self.kind != CountResult::Inside {
             state.refusing -= 1;
             return;
         }
@@ -134,13 +134,13 @@ mod tests {
 
     #[test]
     fn connections_above_limits_are_refused_and_dropped_ones_are_released() {
-        let crowd = Arc::new(Crowd::new(CrowdLimits {
+        let crowd = Arc::new(ConnectionCounter::new(ConnectionLimits {
             connections: 3,
             per_address: 2,
         }));
         let one: Option<IpAddr> = "192.0.2.1".parse().ok();
         let places: Vec<_> = (0..3).map(|_| crowd.enter(one).unwrap()).collect();
-        let refusals: Vec<_> = places.iter().map(Place::refusal).collect();
+        let refusals: Vec<_> = places.iter().map(CountedConnection::refusal).collect();
         let text = "limit of 2 connections from one address reached";
         assert_eq!(refusals, [None, None, Some(text)]);
         assert_eq!(crowd.state.lock().total, 2);

@@ -16,12 +16,12 @@ use super::roots::{MAX_SELECTED_CAPABILITY_ROOTS, SelectedCapabilityRoot};
 
 /// Readiness state of an externally provisioned environment.
 #[derive(Debug)]
-pub(super) struct Gate {
-    state: watch::Sender<State>,
+pub(super) struct ProvisioningGate {
+    state: watch::Sender<ProvisioningState>,
 }
 
 #[derive(Debug)]
-enum State {
+enum ProvisioningState {
     Pending,
     Ready(ReadyReport),
     Failed(Arc<str>),
@@ -62,10 +62,10 @@ pub enum ReportError {
     Invalid(String),
 }
 
-impl Gate {
+impl ProvisioningGate {
     pub(super) fn new() -> Self {
         Self {
-            state: watch::channel(State::Pending).0,
+            state: watch::channel(ProvisioningState::Pending).0,
         }
     }
 
@@ -75,21 +75,21 @@ impl Gate {
         let mut outcome = Ok(());
         self.state
             .send_if_modified(|state| match (&*state, checked) {
-                (State::Failed(reason), _) => {
+                (ProvisioningState::Failed(reason), _) => {
                     outcome = Err(ReportError::HasFailed(Arc::clone(reason)));
                     false
                 }
-                (State::Ready(_), Ok(())) => false,
-                (State::Ready(_), Err(reason)) => {
+                (ProvisioningState::Ready(_), Ok(())) => false,
+                (ProvisioningState::Ready(_), Err(reason)) => {
                     outcome = Err(ReportError::Invalid(reason));
                     false
                 }
-                (State::Pending, Ok(())) => {
-                    *state = State::Ready(report);
+                (ProvisioningState::Pending, Ok(())) => {
+                    *state = ProvisioningState::Ready(report);
                     true
                 }
-                (State::Pending, Err(reason)) => {
-                    *state = State::Failed(reason.as_str().into());
+                (ProvisioningState::Pending, Err(reason)) => {
+                    *state = ProvisioningState::Failed(reason.as_str().into());
                     outcome = Err(ReportError::Invalid(reason));
                     true
                 }
@@ -101,12 +101,12 @@ impl Gate {
     pub(super) fn failed(&self, reason: &str) -> Result<(), ReportError> {
         let mut outcome = Ok(());
         self.state.send_if_modified(|state| match state {
-            State::Pending => {
-                *state = State::Failed(reason.into());
+            ProvisioningState::Pending => {
+                *state = ProvisioningState::Failed(reason.into());
                 true
             }
-            State::Failed(_) => false,
-            State::Ready(_) => {
+            ProvisioningState::Failed(_) => false,
+            ProvisioningState::Ready(_) => {
                 outcome = Err(ReportError::IsReady);
                 false
             }
@@ -118,19 +118,19 @@ impl Gate {
     pub(super) async fn opened(&self) -> Result<Arc<dyn Connect>, Arc<str>> {
         let mut states = self.state.subscribe();
         let seen = states
-            .wait_for(|state| !matches!(state, State::Pending))
+            .wait_for(|state| !matches!(state, ProvisioningState::Pending))
             .await;
         match seen.as_deref() {
-            Ok(State::Ready(report)) => Ok(Arc::clone(&report.connect)),
-            Ok(State::Failed(reason)) => Err(Arc::clone(reason)),
-            Ok(State::Pending) | Err(_) => Err("nobody prepares it any more".into()),
+            Ok(ProvisioningState::Ready(report)) => Ok(Arc::clone(&report.connect)),
+            Ok(ProvisioningState::Failed(reason)) => Err(Arc::clone(reason)),
+            Ok(ProvisioningState::Pending) | Err(_) => Err("nobody prepares it any more".into()),
         }
     }
 
     /// Capability roots of the ready report.
     pub(super) fn roots(&self) -> Vec<SelectedCapabilityRoot> {
         match &*self.state.borrow() {
-            State::Ready(report) => report.roots.clone(),
+            ProvisioningState::Ready(report) => report.roots.clone(),
             _ => Vec::new(),
         }
     }
@@ -138,7 +138,7 @@ impl Gate {
     /// Display name of the connection target, if it is known.
     pub(super) fn target(&self) -> Option<String> {
         match &*self.state.borrow() {
-            State::Ready(report) => Some(report.connect.target()),
+            ProvisioningState::Ready(report) => Some(report.connect.target()),
             _ => None,
         }
     }

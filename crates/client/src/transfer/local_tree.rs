@@ -20,16 +20,16 @@ const PIECE_BYTES: usize = 1 << 20;
 
 /// Entry of a local tree.
 #[derive(Debug, Clone)]
-pub(super) struct Entry {
+pub(super) struct LocalEntry {
     /// Path relative to the root; empty for the root itself.
     pub(super) relative: PathBuf,
-    pub(super) kind: Kind,
+    pub(super) kind: LocalEntryKind,
     pub(super) mode: u32,
     pub(super) modified_at_ms: i64,
 }
 
 #[derive(Debug, Clone)]
-pub(super) enum Kind {
+pub(super) enum LocalEntryKind {
     Directory,
     File { size: u64 },
     Link { target: PathBuf },
@@ -37,21 +37,21 @@ pub(super) enum Kind {
 }
 
 /// Metadata of the root of a transfer. Only for the root a symbolic link is followed.
-pub(super) fn root(path: &Path) -> Result<Entry, TransferError> {
+pub(super) fn root(path: &Path) -> Result<LocalEntry, TransferError> {
     let metadata = fs::metadata(path).map_err(local(path))?;
     Ok(entry(PathBuf::new(), &metadata))
 }
 
-fn entry(relative: PathBuf, metadata: &fs::Metadata) -> Entry {
+fn entry(relative: PathBuf, metadata: &fs::Metadata) -> LocalEntry {
     let kind = if metadata.is_dir() {
-        Kind::Directory
+        LocalEntryKind::Directory
     } else if metadata.is_file() {
         let size = metadata.len();
-        Kind::File { size }
+        LocalEntryKind::File { size }
     } else {
-        Kind::Special
+        LocalEntryKind::Special
     };
-    Entry {
+    LocalEntry {
         relative,
         kind,
         mode: metadata.mode() & 0o7777,
@@ -60,7 +60,7 @@ fn entry(relative: PathBuf, metadata: &fs::Metadata) -> Entry {
 }
 
 /// All entries below a directory, parents first, and the errors of unreadable ones.
-pub(super) fn scan(root: &Path) -> (Vec<Entry>, Vec<TransferError>) {
+pub(super) fn scan(root: &Path) -> (Vec<LocalEntry>, Vec<TransferError>) {
     let (mut found, mut failures) = (Vec::new(), Vec::new());
     let mut directories = vec![PathBuf::new()];
     while let Some(directory) = directories.pop() {
@@ -79,13 +79,13 @@ pub(super) fn scan(root: &Path) -> (Vec<Entry>, Vec<TransferError>) {
                 let mut entry = entry(relative, &metadata);
                 if metadata.is_symlink() {
                     let target = fs::read_link(listed.path())?;
-                    entry.kind = Kind::Link { target };
+                    entry.kind = LocalEntryKind::Link { target };
                 }
                 Ok(entry)
             });
             match looked {
                 Ok(entry) => {
-                    if matches!(entry.kind, Kind::Directory) {
+                    if matches!(entry.kind, LocalEntryKind::Directory) {
                         directories.push(entry.relative.clone());
                     }
                     found.push(entry);
@@ -158,7 +158,7 @@ pub(super) fn read_pieces(
 
 /// Mode and modification time for a file.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Marks {
+pub(super) struct ModeAndTime {
     /// Permission bits to set exactly.
     pub(super) mode: Option<u32>,
     /// Whether a new file is created executable, subject to the umask.
@@ -166,7 +166,7 @@ pub(super) struct Marks {
     pub(super) modified_at_ms: Option<i64>,
 }
 
-impl Marks {
+impl ModeAndTime {
     fn creation_mode(self) -> u32 {
         if self.executable { 0o777 } else { 0o666 }
     }
@@ -190,7 +190,7 @@ impl Marks {
 }
 
 /// Creates or replaces a file atomically. If the target is a symbolic link, the link is replaced.
-pub(super) fn write_small(target: &Path, data: &[u8], marks: Marks) -> io::Result<()> {
+pub(super) fn write_small(target: &Path, data: &[u8], marks: ModeAndTime) -> io::Result<()> {
     let name = format!(".exec-server-{}.tmp", uuid::Uuid::new_v4().simple());
     let temporary = target.with_file_name(name);
     let write = || -> io::Result<()> {
@@ -207,7 +207,7 @@ pub(super) fn write_small(target: &Path, data: &[u8], marks: Marks) -> io::Resul
 }
 
 /// Opens the part file of a large file: truncated, or positioned after the first `keep` bytes.
-pub(super) fn open_part(part: &Path, keep: u64, marks: Marks) -> io::Result<File> {
+pub(super) fn open_part(part: &Path, keep: u64, marks: ModeAndTime) -> io::Result<File> {
     let mut file = OpenOptions::new()
         .write(true)
         .create(true)
@@ -239,7 +239,12 @@ pub(super) fn write_pieces(
 }
 
 /// Renames a complete part file to its target.
-pub(super) fn finish_part(file: &File, part: &Path, target: &Path, marks: Marks) -> io::Result<()> {
+pub(super) fn finish_part(
+    file: &File,
+    part: &Path,
+    target: &Path,
+    marks: ModeAndTime,
+) -> io::Result<()> {
     marks.apply(file, target)?;
     fs::rename(part, target)
 }
