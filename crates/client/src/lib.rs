@@ -71,9 +71,9 @@ pub use environment::{Environment, EnvironmentManager, EnvironmentProvider};
 pub use error::{ExecServerError, Reply};
 pub use event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, ProcessFailure};
 #[cfg(feature = "local")]
-pub use exec_server_executor as executor;
+pub use exec_server_egress::http as http_client;
 #[cfg(feature = "local")]
-pub use exec_server_http as http_client;
+pub use exec_server_executor as executor;
 pub use exec_server_protocol as protocol;
 #[cfg(feature = "local")]
 pub use fs::LocalFileSystem;

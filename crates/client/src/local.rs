@@ -9,14 +9,14 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
+use exec_server_egress::http::{HttpClient, HttpConfig};
+use exec_server_egress::network::{Decision, PolicyDecider, Proxy};
 use exec_server_engine::snapshot::{SnapshotRequest, Snapshots};
-use exec_server_engine::{ApiError, request};
+use exec_server_engine::{ApiError, ProcessNetwork, request};
 use exec_server_executor::conditions::Conditions;
 use exec_server_executor::log::LogEntryKind;
 use exec_server_executor::process::{InputWriteResult, SignalRecipients, TerminationMethod};
 use exec_server_executor::{Executor, Process, StartError, report, signal as signals};
-use exec_server_http::{HttpClient, HttpConfig};
-use exec_server_network::{Decision, PolicyDecider, ProcessNetwork, Proxy};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::network::{PolicyAnswer, PolicyDecisionParams, PolicyTarget};
 use exec_server_protocol::process::{

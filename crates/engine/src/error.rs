@@ -2,11 +2,12 @@
 
 use std::io;
 
+use exec_server_egress::http::HttpError;
+use exec_server_egress::http::HttpError;
 use exec_server_executor::StartError;
 use exec_server_executor::conditions::ConditionError;
 use exec_server_executor::fs::watch::WatchError;
 use exec_server_executor::fs::{FsError, LinkPosition};
-use exec_server_http::HttpError;
 use exec_server_protocol::ErrorObject;
 use exec_server_protocol::codes::{
     ALREADY_ATTACHED, INTERNAL, INVALID_PARAMS, INVALID_REQUEST, METHOD_NOT_FOUND, NOT_FOUND,

@@ -34,8 +34,8 @@ pub use exec_server_client::{
     RemoteFileSystem, StartedProcess, WaitForRequest, environment, fs, http, map, registry, ssh,
     transfer, unified,
 };
+pub use exec_server_egress::http as http_client;
 pub use exec_server_executor as executor;
-pub use exec_server_http as http_client;
 pub use exec_server_protocol as protocol;
 pub use exec_server_protocol::session::{InitializeParams, InitializeResponse};
 pub use exec_server_relay as relay;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use exec_server_network::{BoxFuture, Decision, PolicyDecider};
+use exec_server_egress::network::{BoxFuture, Decision, PolicyDecider};
 use exec_server_protocol::network::{
     PolicyAnswer, PolicyDecision, PolicyDecisionParams, PolicyRequestParams, PolicyTarget,
 };

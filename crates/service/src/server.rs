@@ -6,10 +6,10 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use exec_server_egress::http::{HttpClient, HttpConfig};
 use exec_server_engine::snapshot::Snapshots;
 use exec_server_executor::fs::watch::WatchHub;
 use exec_server_executor::{Executor, ExecutorConfig, ExecutorLimits, process};
-use exec_server_http::{HttpClient, HttpConfig};
 use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_sync::{Mutex, RwLock};
 use exec_server_transport::Link;

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 use base64_turbo::STANDARD;
-use exec_server_http::{HttpClient, HttpConfig, request};
+use exec_server_egress::http::{HttpClient, HttpConfig, request};
 use exec_server_protocol::http::RequestParams;
 
 use super::{Bench, RowSpec, size};

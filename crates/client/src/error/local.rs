@@ -1,11 +1,11 @@
 //! Errors of work on this machine: with the code and the message that a server would answer.
 
+use exec_server_egress::http::HttpError;
 use exec_server_engine::ApiError;
 use exec_server_executor::StartError;
 use exec_server_executor::conditions::ConditionError;
 use exec_server_executor::fs::FsError;
 use exec_server_executor::fs::watch::WatchError;
-use exec_server_http::HttpError;
 
 use super::ExecServerError;
 

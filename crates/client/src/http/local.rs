@@ -1,7 +1,7 @@
 //! Requests that this machine makes.
 
 use bytes::{Bytes, BytesMut};
-use exec_server_http::{HttpClient, ResponseBody, StreamingResponse, request};
+use exec_server_egress::http::{HttpClient, ResponseBody, StreamingResponse, request};
 use exec_server_protocol::ByteChunk;
 use exec_server_protocol::http::RequestParams;
 use futures_util::future::BoxFuture;

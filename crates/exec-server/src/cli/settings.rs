@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use exec_server_egress::http::{DEFAULT_DENY, HostRules, HttpConfig, ProxyChoice};
 use exec_server_engine::configuration::ConfigFiles;
 use exec_server_engine::host;
 use exec_server_executor::log::Retention;
-use exec_server_http::{DEFAULT_DENY, HostRules, HttpConfig, ProxyChoice};
 use exec_server_service::{DEFAULT_LISTEN_URL, ExecServerConfig, ListenUrl, auth};
 use exec_server_transport::keepalive::KeepaliveConfig;
 use toml::Value;

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
-use exec_server_http::{
+use exec_server_egress::http::{
     HttpClient, HttpError, PreparedRequest, ResponseBody, StreamingResponse, request as checks,
 };
 use exec_server_protocol::http::{

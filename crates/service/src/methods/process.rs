@@ -3,13 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
-use exec_server_engine::request;
 use exec_server_engine::snapshot::SnapshotRequest;
+use exec_server_engine::{ProcessNetwork, request};
 use exec_server_executor::conditions::Conditions;
 use exec_server_executor::log::Log;
 use exec_server_executor::process::{SignalRecipients, TerminationMethod};
 use exec_server_executor::{Process, ProcessSpec, report, signal as signals};
-use exec_server_network as network;
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::process::{
@@ -45,7 +44,7 @@ pub(crate) fn start(call: CheckedRequest<'_>, params: StartParams) {
         Err(error) => return call.responder.send_error(error.into()),
     };
     let http = call.connection.server.http();
-    let network = match network::ProcessNetwork::prepare(&params, &mut spec, http) {
+    let network = match ProcessNetwork::prepare(&params, &mut spec, http) {
         Ok(network) => network,
         Err(error) => {
             call.connection.server.metrics().sandbox_refusals.add(1);
@@ -103,7 +102,7 @@ pub(crate) struct ProcessDescription {
     /// The shell snapshot that the process may start from.
     pub(crate) snapshot: Option<SnapshotRequest>,
     /// The managed network of the process.
-    pub(crate) network: Option<network::ProcessNetwork>,
+    pub(crate) network: Option<ProcessNetwork>,
 }
 
 /// Starts a process and responds. Continues even if the connection ends. A repeated request with

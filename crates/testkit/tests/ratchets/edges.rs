@@ -13,8 +13,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
         "bench",
         &[
             "client",
+            "egress",
             "engine",
-            "http",
             "protocol",
             "relay",
             "sync",
@@ -23,14 +23,15 @@ const ALLOWED: &[(&str, &[&str])] = &[
         ],
     ),
     ("client", &["engine", "protocol", "sync", "transport"]),
-    ("engine", &["executor", "http", "protocol", "sync"]),
+    ("egress", &["protocol", "sync"]),
+    ("engine", &["egress", "executor", "protocol", "sync"]),
     (
         "exec-server",
         &[
             "client",
+            "egress",
             "engine",
             "executor",
-            "http",
             "mcp",
             "protocol",
             "relay",
@@ -42,9 +43,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
         ],
     ),
     ("executor", &["protocol", "sync", "sys"]),
-    ("http", &["protocol"]),
     ("mcp", &["client", "protocol", "sync"]),
-    ("network", &["http", "protocol", "sync"]),
     ("protocol", &[]),
     ("relay", &[]),
     ("rendezvous", &["relay", "sync", "transport"]),
@@ -65,8 +64,7 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
         "executor",
         "the local backend moves behind an engine that the service uses too",
     ),
-    ("client", "http", "as above"),
-    ("client", "network", "as above"),
+    ("client", "egress", "as above"),
     (
         "client",
         "relay",
@@ -74,17 +72,11 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
     ),
     ("mcp", "transport", "the client opens links"),
     (
-        "network",
-        "executor",
-        "a proxy is given its listeners and does not start processes",
-    ),
-    (
         "service",
         "executor",
         "the engine does what a request asks for",
     ),
-    ("service", "http", "as above"),
-    ("service", "network", "as above"),
+    ("service", "egress", "as above"),
     (
         "service",
         "relay",
@@ -178,10 +170,9 @@ fn client_without_its_features_reaches_neither_executor_nor_relay() {
     let tree = tree("client", &["--no-default-features"]);
     assert!(tree.contains("exec-server-transport "), "{tree}");
     for package in [
+        "egress",
         "engine",
         "executor",
-        "http",
-        "network",
         "relay",
         "rendezvous",
         "service",

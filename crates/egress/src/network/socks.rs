@@ -12,11 +12,11 @@ use exec_server_protocol::network::PolicyProtocol;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-use crate::access::Attempt;
-use crate::dial::OutboundStream;
-use crate::policy::AttemptTarget;
-use crate::proxy::{ProxyShared, carry};
-use crate::udp::DatagramRelay;
+use crate::network::access::Attempt;
+use crate::network::dial::OutboundStream;
+use crate::network::policy::AttemptTarget;
+use crate::network::proxy::{ProxyShared, carry};
+use crate::network::udp::DatagramRelay;
 
 const VERSION: u8 = 5;
 const NO_AUTHENTICATION: u8 = 0;

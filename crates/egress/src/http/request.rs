@@ -13,7 +13,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method};
 use percent_encoding::percent_decode_str;
 use url::Url;
 
-use crate::client::HttpError;
+use crate::http::client::HttpError;
 
 /// Variables whose values are never sent in a header: credentials of the executor, of the agent
 /// inside it, and of its cloud.

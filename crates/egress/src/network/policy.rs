@@ -1,17 +1,18 @@
 //! Network policy rules of one process (pure).
 //!
 //! Defines the precedence of the rules. Does no name resolution and does not call the client:
-//! [`crate::access`] checks names before they are resolved and addresses afterwards. A host that
+//! [`crate::network::access`] checks names before they are resolved and addresses afterwards. A host that
 //! neither allow nor deny rules match is a miss.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, LazyLock};
 
-use exec_server_http::rules::{HostRule, HostRules, equivalent_addresses};
 use exec_server_protocol::network::{DomainRule, ProxyMode, ProxySettings};
 use ipnet::IpNet;
 use url::Host;
+
+use crate::http::rules::{HostRule, HostRules, equivalent_addresses};
 
 /// Addresses that are not public: loopback, link-local, private networks, ranges for documentation
 /// and benchmarks, multicast.

@@ -8,15 +8,15 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use exec_server_http::Connector;
 use exec_server_protocol::network::{
     PolicyAnswer, PolicyOutcome, PolicyProtocol, PolicyScope, PolicySource, PolicyTarget,
 };
 use http::Uri;
 
-use crate::BoxFuture;
-use crate::dial::{self, HostResolver, OutboundStream};
-use crate::policy::{AttemptTarget, BlockReason, HostPolicy, HostVerdict, is_private};
+use crate::http::Connector;
+use crate::network::BoxFuture;
+use crate::network::dial::{self, HostResolver, OutboundStream};
+use crate::network::policy::{AttemptTarget, BlockReason, HostPolicy, HostVerdict, is_private};
 
 /// The longest reason that is accepted from the client: 1 KiB.
 const MAX_REASON_BYTES: usize = 1024;
@@ -306,10 +306,10 @@ pub(crate) mod tests {
     use std::collections::VecDeque;
     use std::sync::Mutex;
 
-    use exec_server_http::HostRules;
     use exec_server_protocol::network::{DomainRule, ProxyMode, ProxySettings};
 
     use super::*;
+    use crate::http::HostRules;
 
     /// Decider that returns scripted answers and records its calls.
     #[derive(Debug, Default)]

@@ -3,16 +3,16 @@
 use std::net::Ipv4Addr;
 use std::sync::Mutex;
 
-use exec_server_http::{Connector, HostRules, HttpClient, HttpConfig, ProxyChoice};
 use exec_server_protocol::network::{PolicyAnswer, PolicyOutcome, PolicyTarget, ProxySettings};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::Notify;
 
 use super::*;
-use crate::BoxFuture;
-use crate::access::tests::{ScriptedDecider, ScriptedResolver, settings};
-use crate::access::{Decision, PolicyDecider};
-use crate::policy::HostPolicy;
+use crate::http::{Connector, HostRules, HttpClient, HttpConfig, ProxyChoice};
+use crate::network::BoxFuture;
+use crate::network::access::tests::{ScriptedDecider, ScriptedResolver, settings};
+use crate::network::access::{Decision, PolicyDecider};
+use crate::network::policy::HostPolicy;
 
 struct TestProxy {
     proxy: Option<Proxy>,

@@ -10,16 +10,16 @@ use std::net::{Ipv4Addr, TcpListener, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_http::{Connector, HttpClient};
 use exec_server_protocol::network::NetworkProxy;
 use exec_server_protocol::process::StartParams;
 
-use crate::access::{AccessCheck, PolicyDecider};
-use crate::bridge;
-use crate::dial::SystemResolver;
-use crate::policy::HostPolicy;
-use crate::proxy::{Proxy, ProxyConfig, ProxySockets};
-use crate::variables;
+use crate::http::{Connector, HttpClient};
+use crate::network::access::{AccessCheck, PolicyDecider};
+use crate::network::bridge;
+use crate::network::dial::SystemResolver;
+use crate::network::policy::HostPolicy;
+use crate::network::proxy::{Proxy, ProxyConfig, ProxySockets};
+use crate::network::variables;
 
 /// Port of the proxy in a network namespace, where every port is free.
 const HTTP_PORT: u16 = 43128;
@@ -303,7 +303,7 @@ fn proxy_of(
 
 #[cfg(test)]
 mod tests {
-    use exec_server_http::HttpConfig;
+    use crate::http::HttpConfig;
     use exec_server_protocol::network::{ManagedNetwork, ProxySettings};
 
     use super::*;

@@ -23,10 +23,10 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::sync::mpsc;
 
-use crate::access::{Attempt, AttemptRoute};
-use crate::policy::AttemptTarget;
-use crate::proxy::ProxyShared;
-use crate::socks;
+use crate::network::access::{Attempt, AttemptRoute};
+use crate::network::policy::AttemptTarget;
+use crate::network::proxy::ProxyShared;
+use crate::network::socks;
 
 /// The largest datagram.
 const MAX_DATAGRAM: usize = 65_535;

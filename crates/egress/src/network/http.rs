@@ -20,10 +20,10 @@ use tokio::net::TcpStream;
 use tokio::sync::Mutex;
 use tokio_util::task::TaskTracker;
 
-use crate::access::{Attempt, AttemptRoute, BlockedAttempt};
-use crate::dial::OutboundStream;
-use crate::policy::AttemptTarget;
-use crate::proxy::{ProxyShared, carry};
+use crate::network::access::{Attempt, AttemptRoute, BlockedAttempt};
+use crate::network::dial::OutboundStream;
+use crate::network::policy::AttemptTarget;
+use crate::network::proxy::{ProxyShared, carry};
 
 /// The largest request head: 64 KiB.
 const MAX_HEAD_BYTES: usize = 64 * 1024;

@@ -14,8 +14,8 @@ use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use crate::access::AccessCheck;
-use crate::{http, socks, udp};
+use crate::network::access::AccessCheck;
+use crate::network::{http, socks, udp};
 
 /// Size of the copy buffer for each direction of a connection: 16 KiB.
 const CARRY_BYTES: usize = 16 * 1024;

@@ -1,6 +1,6 @@
 //! HTTP connector: name resolution, address rules, proxies and TLS.
 //!
-//! Called by the connection pool of hyper. Requests and responses are handled in [`crate::client`].
+//! Called by the connection pool of hyper. Requests and responses are handled in [`crate::http::client`].
 
 use std::collections::BTreeMap;
 use std::error::Error as StdError;
@@ -29,7 +29,7 @@ use tokio_rustls::TlsConnector;
 use tower_service::Service;
 use url::Host;
 
-use crate::rules::{self, HostRules};
+use crate::http::rules::{self, HostRules};
 
 /// Time limit for connecting to one host, even if the request has a longer timeout.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);

@@ -3,13 +3,10 @@
 use std::io;
 use std::sync::Arc;
 
+use exec_server_egress::http::HttpClient;
+use exec_server_egress::network::{BoundListeners, NetworkPlan, PolicyDecider, Proxy};
 use exec_server_executor::{PrivateNetwork, Process, ProcessSpec, StartError};
-use exec_server_http::HttpClient;
 use exec_server_protocol::process::StartParams;
-
-use crate::access::PolicyDecider;
-use crate::plan::{BoundListeners, NetworkPlan};
-use crate::proxy::Proxy;
 
 /// Managed network of a process that is about to start.
 #[derive(Debug)]

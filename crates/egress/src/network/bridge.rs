@@ -6,8 +6,8 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 
 use tokio::net::TcpStream;
 
-use crate::dial;
-use crate::proxy::{Proxy, carry};
+use crate::network::dial;
+use crate::network::proxy::{Proxy, carry};
 
 /// Forwards the connections of each listener to its port on the loopback interface.
 pub(crate) fn serve(listeners: impl Iterator<Item = (TcpListener, u16)>) -> io::Result<Proxy> {

@@ -6,12 +6,12 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_http::ProxyStream;
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 
-use crate::BoxFuture;
-use crate::policy::AttemptTarget;
+use crate::http::ProxyStream;
+use crate::network::BoxFuture;
+use crate::network::policy::AttemptTarget;
 
 /// Time limit for resolving one name.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);

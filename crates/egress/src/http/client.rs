@@ -28,9 +28,9 @@ use tokio::time::Instant;
 use tokio_util::io::StreamReader;
 use url::Url;
 
-use crate::connect::{Connector, ProxyChoice};
-use crate::request::{PreparedRequest, check_scheme, take_credentials};
-use crate::rules::{DeniedHost, HostRules};
+use crate::http::connect::{Connector, ProxyChoice};
+use crate::http::request::{PreparedRequest, check_scheme, take_credentials};
+use crate::http::rules::{DeniedHost, HostRules};
 
 /// Redirects of one request that are followed.
 const MAX_REDIRECTS: usize = 10;

@@ -14,7 +14,6 @@ pub mod access;
 mod bridge;
 mod dial;
 mod http;
-mod managed;
 mod plan;
 pub mod policy;
 mod proxy;
@@ -24,7 +23,6 @@ mod variables;
 
 pub use access::{Decision, PolicyDecider};
 pub use dial::{HostResolver, SystemResolver};
-pub use managed::ProcessNetwork;
 pub use plan::{BoundListeners, ListenerPorts, NetworkPlan, NetworkPlanError};
 pub use proxy::{Proxy, ProxyConfig, ProxySockets};
 
