@@ -61,7 +61,6 @@ mod session_connection;
 pub mod ssh;
 mod state;
 pub mod transfer;
-pub mod unified;
 
 pub use backend::{ExecBackend, ExecProcess, ReadRequest, StartedProcess, WaitForRequest};
 pub use client::ExecServerClient;

@@ -25,6 +25,7 @@
 
 pub mod cli;
 
+pub use exec_server_agents::unified;
 pub use exec_server_client::{
     CollectOptions, ConnectionState, ConnectionStates, Dial, DialError, DialledLink, Environment,
     EnvironmentManager, EnvironmentProvider, ExecBackend, ExecProcess, ExecProcessEvent,
@@ -32,7 +33,7 @@ pub use exec_server_client::{
     ExecutorFileSystem, ExecutorHttp, LocalBackend, LocalFileSystem, LocalHttp, ProcessExit,
     ProcessFailure, ProcessOutput, ReadRequest, RecoveryOptions, RemoteExecServerConnectArgs,
     RemoteFileSystem, StartedProcess, WaitForRequest, environment, fs, http, map, registry, ssh,
-    transfer, unified,
+    transfer,
 };
 pub use exec_server_egress::http as http_client;
 pub use exec_server_executor as executor;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
-use exec_server_client::unified::{
+use exec_server_agents::unified::{
     CommandLaunch, DirectRequest, ExecCommand, UnifiedExec, UnifiedExecConfig,
 };
 use exec_server_client::{

@@ -1565,7 +1565,7 @@ pub(super) struct McpArgs {
 
     /// Offer only these tools, separated by commas [default: all]
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
-    #[arg(value_parser = PossibleValuesParser::new(exec_server_mcp::TOOLS))]
+    #[arg(value_parser = PossibleValuesParser::new(exec_server_agents::mcp::TOOLS))]
     pub(super) tools: Option<Vec<String>>,
 
     /// Serve streamable HTTP on `IP:PORT` instead of standard input and output

@@ -6,18 +6,18 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
+use exec_server_agents::mcp::http::McpHttpServer;
+use exec_server_agents::mcp::stdio::StdioServer;
+use exec_server_agents::mcp::{
+    McpOptions, McpServer, ToolEnvironment, ToolEnvironmentError, ToolEnvironments, proxy,
+    serve_stdio,
+};
 use exec_server_client::executor::{Executor, ExecutorConfig};
 use exec_server_client::{
     BoxFuture, ExecBackend, ExecutorFileSystem, LocalBackend, LocalFileSystem,
 };
 use exec_server_engine::host;
 use exec_server_executor::descendants_of;
-use exec_server_mcp::http::McpHttpServer;
-use exec_server_mcp::stdio::StdioServer;
-use exec_server_mcp::{
-    McpOptions, McpServer, ToolEnvironment, ToolEnvironmentError, ToolEnvironments, proxy,
-    serve_stdio,
-};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_sys::guardian;
@@ -33,7 +33,7 @@ use super::on::{self, CommandLocation};
 use super::{runtime, sandbox, settings};
 
 /// What is logged if `EXEC_SERVER_LOG_FILTER` does not say.
-const LOG_FILTER: &str = "error,exec_server_mcp=info";
+const LOG_FILTER: &str = "error,exec_server_agents::mcp=info";
 
 /// What the usual place is called where nothing else names it.
 const DEFAULT_ID: &str = "default";

@@ -9,9 +9,11 @@ use serde_json::Value;
 ///
 /// Dependencies of tests are free, except between `service` and `client`.
 const ALLOWED: &[(&str, &[&str])] = &[
+    ("agents", &["client", "protocol", "sync", "transport"]),
     (
         "bench",
         &[
+            "agents",
             "client",
             "egress",
             "engine",
@@ -28,11 +30,11 @@ const ALLOWED: &[(&str, &[&str])] = &[
     (
         "exec-server",
         &[
+            "agents",
             "client",
             "egress",
             "engine",
             "executor",
-            "mcp",
             "protocol",
             "relay",
             "rendezvous",
@@ -43,7 +45,6 @@ const ALLOWED: &[(&str, &[&str])] = &[
         ],
     ),
     ("executor", &["protocol", "sync", "sys"]),
-    ("mcp", &["client", "protocol", "sync"]),
     ("protocol", &[]),
     ("relay", &[]),
     ("rendezvous", &["relay", "sync", "transport"]),
@@ -70,7 +71,6 @@ const EXCEPTIONS: &[(&str, &str, &str)] = &[
         "relay",
         "a separate crate for the client of a registry",
     ),
-    ("mcp", "transport", "the client opens links"),
     (
         "service",
         "executor",

@@ -9,7 +9,7 @@ use exec_server_client::ExecBackend;
 use tokio::io::{AsyncBufReadExt as _, AsyncRead, AsyncWrite, AsyncWriteExt as _, BufReader};
 use tokio::time::Instant;
 
-use crate::stdio::{self, MAX_LINE_BYTES, StdioError, StdioSender, StdioServer};
+use crate::mcp::stdio::{self, MAX_LINE_BYTES, StdioError, StdioSender, StdioServer};
 
 /// How long a server may take to exit after its client has closed the connection.
 const END_GRACE: Duration = Duration::from_secs(5);

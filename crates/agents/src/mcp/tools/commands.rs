@@ -5,19 +5,19 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_client::unified::{
-    self, BYTES_PER_TOKEN, CommandLaunch, DirectRequest, INTERRUPT, ProcessIo, SessionInfo,
-    UnifiedExecError,
-};
 use exec_server_client::{ExecProcess, ReadRequest, WaitForRequest};
 use exec_server_protocol::process::{Condition, OutputStream, TerminateMode, WaitForResult};
 use serde_json::{Value, json};
 
 use super::{ToolError, ToolOutcome, ToolResult, budget, cancellable, fitted};
-use crate::params::{
+use crate::mcp::params::{
     ExecCommandParams, KillParams, ListProcesses, ReadOutput, StreamName, WaitFor, WriteStdinParams,
 };
-use crate::server::{ToolCall, environment_of, log_uri};
+use crate::mcp::server::{ToolCall, environment_of, log_uri};
+use crate::unified::{
+    self, BYTES_PER_TOKEN, CommandLaunch, DirectRequest, INTERRUPT, ProcessIo, SessionInfo,
+    UnifiedExecError,
+};
 
 /// How long a cancelled command may take to exit after its interrupt.
 const CANCEL_GRACE: Duration = Duration::from_secs(2);

@@ -6,13 +6,13 @@ mod files;
 use std::borrow::Cow;
 
 use exec_server_client::ExecServerError;
-use exec_server_client::unified::{BYTES_PER_TOKEN, HeadTail, UnifiedExecError};
 use rmcp::model::JsonObject;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::environment::ToolEnvironmentError;
-use crate::server::ToolCall;
+use crate::mcp::environment::ToolEnvironmentError;
+use crate::mcp::server::ToolCall;
+use crate::unified::{BYTES_PER_TOKEN, HeadTail, UnifiedExecError};
 
 /// Default and maximum number of tokens in a response.
 const TOKENS: (usize, usize) = (10_000, 100_000);

@@ -3,6 +3,10 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use exec_server_client::{
+    EventSource, ExecBackend, ExecProcessEvent, ExecProcessEvents, ProcessExit, ProcessFailure,
+    ReadRequest, Reply,
+};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::process::{
     OutputStream, ReadResult, SandboxType, SnapshotResult, StartParams, TerminalSize,
@@ -12,9 +16,6 @@ use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 
 use super::*;
-use crate::backend::{ExecBackend, ReadRequest};
-use crate::error::Reply;
-use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, ProcessFailure};
 
 type ProcessScript = Box<dyn FnOnce(Arc<FakeProcess>) -> BoxFuture<'static, ()> + Send>;
 

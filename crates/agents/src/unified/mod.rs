@@ -3,7 +3,7 @@
 //! A call returns when its command has ended and the output is complete, or when its yield time has
 //! elapsed. In the second case the command continues as a session that later calls name by id. A
 //! result has a limit in tokens, the buffers have a limit in bytes, and markers state how much
-//! output is omitted. Works with any [`ExecBackend`](crate::ExecBackend). All waits use tokio's
+//! output is omitted. Works with any [`ExecBackend`](exec_server_client::ExecBackend). All waits use tokio's
 //! clock, so that tests with a paused clock are deterministic. Approval and policy are decided
 //! before a [`CommandLaunch`] is created.
 //!
@@ -11,7 +11,7 @@
 //! use std::sync::Arc;
 //!
 //! use exec_server_client::protocol::PathUri;
-//! use exec_server_client::unified::{
+//! use exec_server_agents::unified::{
 //!     DirectRequest, ExecCommand, CommandLaunch, UnifiedExec, UnifiedExecConfig, WriteStdin,
 //! };
 //! use exec_server_client::ExecBackend;
@@ -48,6 +48,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
+use exec_server_client::{ExecProcess, ExecServerError, StartedProcess};
 use exec_server_protocol::process::{SignalName, SignalScope, TerminateMode};
 use exec_server_sync::Mutex;
 use tokio::sync::watch;
@@ -61,9 +62,6 @@ pub use launch::{CommandLaunch, DirectRequest, PLAIN_ENVIRONMENT, ProcessIo, Std
 
 use session::{CommandSession, EventFollower, NewSession, ProcessProgress, WriteAttempt};
 use store::SessionStore;
-
-use crate::backend::{ExecProcess, StartedProcess};
-use crate::error::ExecServerError;
 
 /// Input that interrupts a command: the character of Ctrl-C.
 pub const INTERRUPT: &str = "\u{3}";

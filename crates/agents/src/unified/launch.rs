@@ -3,10 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use exec_server_client::ExecBackend;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::process::{EnvPolicy, Inherit, StartParams, TerminalSize};
-
-use crate::backend::ExecBackend;
 
 /// Variables that disable colors, pagers and other interactive features of programs.
 pub const PLAIN_ENVIRONMENT: &[(&str, &str)] = &[

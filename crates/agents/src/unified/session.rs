@@ -6,6 +6,9 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use exec_server_client::{
+    ExecProcess, ExecProcessEvent, ExecProcessEvents, ExecServerError, ProcessExit,
+};
 use exec_server_protocol::process::{OutputStream, SandboxType, TerminateMode, WriteStatus};
 use exec_server_sync::Mutex;
 use tokio::sync::watch;
@@ -19,9 +22,6 @@ use super::delta::{CharacterJoiner, piece};
 use super::denial;
 use super::event::{EventSink, UnifiedEvent};
 use super::store::EvictionCandidate;
-use crate::backend::ExecProcess;
-use crate::error::ExecServerError;
-use crate::event::{ExecProcessEvent, ExecProcessEvents, ProcessExit};
 
 /// Exit code for a command whose real exit code is unknown.
 const UNKNOWN_EXIT: i32 = -1;
@@ -292,6 +292,8 @@ impl EventFollower {
                     self.close(|progress| progress.failure = Some(text)).await;
                     break;
                 }
+                // Events that do not concern output or the end.
+                Some(_) => {}
                 None => {
                     let text = "the events of the process ended early".to_owned();
                     self.close(|progress| progress.failure = Some(text)).await;

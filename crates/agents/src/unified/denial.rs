@@ -1,9 +1,9 @@
 //! Detection of commands that failed because of their sandbox.
 
+use exec_server_client::ProcessExit;
 use exec_server_protocol::process::SandboxType;
 
 use super::command_result::{DenialReport, DenialSource};
-use crate::event::ProcessExit;
 
 /// Error messages that a sandbox denial causes in common tools. They are checked only if the
 /// executor does not report denials, because a program may print them for other reasons.

@@ -29,7 +29,7 @@ use subtle::ConstantTimeEq as _;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-use crate::server::McpServer;
+use crate::mcp::server::McpServer;
 
 /// Header with the session of a request.
 const SESSION_HEADER: &str = "mcp-session-id";

@@ -8,7 +8,6 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_client::unified::{SessionInfo, UnifiedExec, UnifiedExecConfig};
 use rmcp::handler::server::common::schema_for_type;
 use rmcp::model::{
     CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, ErrorData,
@@ -24,9 +23,10 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::environment::{ToolEnvironment, ToolEnvironmentError, ToolEnvironments};
-use crate::params;
-use crate::tools::{self, ToolError, ToolOutcome};
+use crate::mcp::environment::{ToolEnvironment, ToolEnvironmentError, ToolEnvironments};
+use crate::mcp::params;
+use crate::mcp::tools::{self, ToolError, ToolOutcome};
+use crate::unified::{SessionInfo, UnifiedExec, UnifiedExecConfig};
 
 /// Maximum number of simultaneous calls. A model makes a few; more come from a faulty client.
 const MAX_CALLS: usize = 64;

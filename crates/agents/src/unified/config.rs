@@ -7,7 +7,7 @@ use std::time::Duration;
 /// ```
 /// use std::time::Duration;
 ///
-/// use exec_server_client::unified::UnifiedExecConfig;
+/// use exec_server_agents::unified::UnifiedExecConfig;
 ///
 /// let mut config = UnifiedExecConfig::default();
 /// config.max_poll = Duration::from_secs(3600);

@@ -9,7 +9,6 @@ use exec_server_client::fs::{
     AccessOptions, CreateDirectoryOptions, DirectoryPages, ReadDirectoryOptions, ReadStreamOptions,
     RemoveOptions, SearchOptions, TreeWalkOptions, WatchOptions, WriteOptions,
 };
-use exec_server_client::unified::BYTES_PER_TOKEN;
 use exec_server_protocol::fs::{ChangeKind, WalkKind};
 use exec_server_protocol::{PathUri, codes};
 use serde_json::{Value, json};
@@ -17,10 +16,11 @@ use tokio::io::{AsyncBufReadExt as _, BufReader};
 
 use super::commands::WAITS;
 use super::{ToolError, ToolOutcome, ToolResult, budget, cancellable, fitted};
-use crate::environment::ToolEnvironment;
-use crate::params::{EditParams, ListDir, ReadFile, SearchFilesParams, WatchOnce, WriteFile};
-use crate::patch::{self, FilePatch};
-use crate::server::ToolCall;
+use crate::mcp::environment::ToolEnvironment;
+use crate::mcp::params::{EditParams, ListDir, ReadFile, SearchFilesParams, WatchOnce, WriteFile};
+use crate::mcp::patch::{self, FilePatch};
+use crate::mcp::server::ToolCall;
+use crate::unified::BYTES_PER_TOKEN;
 
 /// Maximum size of a file to edit. Models do not edit larger files intentionally.
 const MAX_EDIT_BYTES: u64 = 16 << 20;
