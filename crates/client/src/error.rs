@@ -8,8 +8,6 @@ mod dial;
 mod local;
 mod map;
 mod process;
-#[cfg(feature = "registry")]
-mod registry;
 mod ssh;
 
 use std::io;
@@ -18,14 +16,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_protocol::codes;
+#[cfg(feature = "registry")]
+use exec_server_registry::RegistryConnectError;
 use exec_server_transport::{CallError, ConnectError};
 use futures_util::future::BoxFuture;
 
 pub use dial::DialError;
 pub use map::MapError;
 pub use process::ProcessFailure;
-#[cfg(feature = "registry")]
-pub use registry::{KnownEnvironmentsError, RegistryConnectError};
 pub use ssh::SshError;
 
 /// Future that most methods of the traits return.

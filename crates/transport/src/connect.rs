@@ -100,6 +100,19 @@ pub enum ConnectError {
 }
 
 impl ConnectError {
+    /// Returns the URL that the message names, for callers that must not show all of it.
+    pub fn url_mut(&mut self) -> Option<&mut String> {
+        match self {
+            Self::Url { url, .. }
+            | Self::Timeout { url, .. }
+            | Self::Io { url, .. }
+            | Self::Tls { url, .. }
+            | Self::Token { url }
+            | Self::Refused { url, .. } => Some(url),
+            Self::TlsSetup(_) => None,
+        }
+    }
+
     /// Returns whether the server's answer to the TLS handshake was not TLS at all, as from a
     /// `ws://` port.
     pub fn is_without_tls(&self) -> bool {
@@ -280,8 +293,11 @@ impl<'a> WebsocketTarget<'a> {
 /// Like [`connect`], over connections that the caller supplies, for example through a proxy. `tls`
 /// returns the connector for `wss://`. `tcp` opens a connection to a host and port; its last
 /// argument says whether TLS will be used over it.
-#[cfg(feature = "relay")]
-pub(crate) async fn connect_by(
+///
+/// # Errors
+///
+/// As [`connect`].
+pub async fn connect_by(
     url: &str,
     options: &ConnectOptions,
     tls: impl FnOnce() -> Result<TlsConnector, TlsError>,

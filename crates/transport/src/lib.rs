@@ -10,8 +10,6 @@ pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 pub mod http;
-#[cfg(feature = "relay")]
-pub mod identity;
 pub mod journal;
 pub mod jwt;
 pub mod keepalive;
@@ -19,10 +17,6 @@ pub mod link;
 pub mod metrics;
 pub mod peer;
 pub mod private_file;
-#[cfg(feature = "relay")]
-pub mod registry;
-#[cfg(feature = "relay")]
-pub mod relay;
 mod secret;
 pub mod stamp;
 pub mod stdio;

@@ -15,9 +15,9 @@ use exec_server_client::{
     ExecBackend as _, ExecProcess, ExecProcessEvent, ExecProcessEvents, ExecServerClient,
     RemoteExecServerConnectArgs,
 };
+use exec_server_registry::identity;
 use exec_server_relay::noise::{Finished, Initiator, Responder, prologue};
 use exec_server_sync::Mutex;
-use exec_server_transport::identity;
 use tempfile::TempDir;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;

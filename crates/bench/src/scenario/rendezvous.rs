@@ -10,14 +10,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
+use exec_server_registry::auth::RegistryAuth;
+use exec_server_registry::relay::{self, ExecutorAttachment, RelayDialError, RelayStream};
+use exec_server_registry::{Registry, RegistryOptions};
 use exec_server_relay::frame::{Acks, Body, Transmit, decode};
 use exec_server_relay::keys::{MLKEM768_BYTES, PublicKey};
 use exec_server_relay::noise::{SEED_BYTES, StaticKeys};
 use exec_server_relay::{EndpointLimits, RelayExecutorConfig, RelayHarnessConfig};
 use exec_server_transport::link::{Link, RawEvent};
-use exec_server_transport::registry::auth::RegistryAuth;
-use exec_server_transport::registry::{Registry, RegistryOptions};
-use exec_server_transport::relay::{self, ExecutorAttachment, RelayDialError, RelayStream};
 use exec_server_transport::{ConnectOptions, connect};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;

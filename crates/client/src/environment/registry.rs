@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use exec_server_transport::identity;
+use exec_server_registry::identity;
 use exec_server_transport::tls::TlsClientOptions;
 
 use super::connect::Connect;

@@ -6,8 +6,8 @@ use std::fmt;
 
 use exec_server_client::ExecServerError;
 use exec_server_client::registry::RegistryConnectError;
+use exec_server_registry::RegistryError;
 use exec_server_transport::ConnectError;
-use exec_server_transport::registry::RegistryError;
 
 use super::registry;
 use super::table::visible;

@@ -7,10 +7,10 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, bail};
+use exec_server_registry::api::RegistryApi;
+use exec_server_registry::auth::RegistryAuth;
+use exec_server_registry::{Proxies, RegistryOptions};
 use exec_server_transport::Secret;
-use exec_server_transport::registry::api::RegistryApi;
-use exec_server_transport::registry::auth::RegistryAuth;
-use exec_server_transport::registry::{Proxies, RegistryOptions};
 use exec_server_transport::tls::TlsClientOptions;
 use serde_json::{Value, json};
 

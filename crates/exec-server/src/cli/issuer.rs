@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_client::BoxFuture;
+use exec_server_registry::{Proxies, api};
 use exec_server_rendezvous::oidc::{KeySource, Oidc, OidcConfig};
-use exec_server_transport::registry::{Proxies, api};
 use exec_server_transport::stamp::Stamp;
 use exec_server_transport::tls::TlsClientOptions;
 use tokio::time::Instant;

@@ -19,7 +19,7 @@ use exec_server_client::{
     ExecServerClient, ExecServerError, ExecutorFileSystem as _, RemoteExecServerConnectArgs,
 };
 use exec_server_protocol::process::StartParams;
-use exec_server_transport::registry::RegistryUrlParseError;
+use exec_server_registry::RegistryUrlParseError;
 
 use super::args::ServerArgs;
 use super::error::{self, notice};

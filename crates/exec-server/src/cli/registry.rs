@@ -7,7 +7,7 @@ use exec_server_client::registry::{
     RegistryTarget, RegistryUrl,
 };
 use exec_server_client::{ExecServerClient, RemoteExecServerConnectArgs, Reply};
-use exec_server_transport::identity;
+use exec_server_registry::identity;
 
 use super::access;
 use super::args::ServerArgs;

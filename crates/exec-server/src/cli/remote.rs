@@ -13,11 +13,12 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail};
 use exec_server_client::BoxFuture;
+use exec_server_registry::auth::{MAX_LINE_BYTES, RegistryAuth, ScopedCredential};
+use exec_server_registry::identity;
+use exec_server_registry::{AgentIdentity, Proxies, RegistryOptions, RegistryUrl};
 use exec_server_service::ExecServer;
 use exec_server_service::remote::{self, RemoteEnvironmentConfig, RemoteStatus};
-use exec_server_transport::registry::auth::{MAX_LINE_BYTES, RegistryAuth, ScopedCredential};
-use exec_server_transport::registry::{AgentIdentity, Proxies, RegistryOptions, RegistryUrl};
-use exec_server_transport::{Secret, identity};
+use exec_server_transport::Secret;
 use rustix::pipe::pipe;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
 use tokio::sync::watch;

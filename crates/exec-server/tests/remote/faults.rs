@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use exec_server::registry::{KeyTrust, RegistryAuth, RegistryConnectArgs, RegistryConnectError};
 use exec_server::remote::{self, RemoteEnvironmentConfig, RemoteStatus};
-use exec_server::transport::identity;
-use exec_server::transport::registry::RegistryOptions;
 use exec_server::{
     ExecBackend as _, ExecServer, ExecServerClient, ExecServerConfig, ExecServerError,
     RemoteEnvironmentError,
 };
+use exec_server_registry::RegistryOptions;
+use exec_server_registry::identity;
 use exec_server_testkit::proc::PATIENCE;
 use serde_json::json;
 use tokio::sync::watch;

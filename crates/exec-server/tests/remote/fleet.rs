@@ -142,7 +142,7 @@ impl Fleet {
     }
 
     async fn register_as(&self, node: usize, token: &str, name: &str) -> (u16, Value) {
-        let key = exec_server_transport::identity::generate();
+        let key = exec_server_registry::identity::generate();
         let body = json!({
             "security_profile": "noise_hybrid_ik_v1",
             "executor_public_key": key.public_key(),
@@ -386,7 +386,7 @@ async fn harness_at_one_node_uses_an_executor_at_another() {
             "POST",
             "/cloud/environment/nowhere/connect",
             &json!({
-                "harness_public_key": exec_server_transport::identity::generate().public_key(),
+                "harness_public_key": exec_server_registry::identity::generate().public_key(),
             }),
         )
         .await;
@@ -529,7 +529,7 @@ async fn nodes_recover_after_nats_restarts() {
     let refused = async {
         loop {
             let body = json!({
-                "harness_public_key": exec_server_transport::identity::generate().public_key(),
+                "harness_public_key": exec_server_registry::identity::generate().public_key(),
             });
             let path = "/cloud/environment/box/connect";
             let (status, answer) = fleet.call(0, "harness", "POST", path, &body).await;

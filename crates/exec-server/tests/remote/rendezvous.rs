@@ -4,15 +4,15 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use exec_server_registry::auth::RegistryAuth;
+use exec_server_registry::relay::{self, ExecutorAttachment, RelayDialError, RelayStream};
+use exec_server_registry::{Registry, RegistryOptions};
 use exec_server_relay::frame::{Acks, Body, Transmit, decode};
 use exec_server_relay::keys::{Authorization, MLKEM768_BYTES, PublicKey, SECURITY_PROFILE};
 use exec_server_relay::noise::{SEED_BYTES, StaticKeys};
 use exec_server_relay::{EndpointLimits, RelayExecutorConfig, RelayHarnessConfig};
 use exec_server_testkit::http;
 use exec_server_transport::link::{Link, RawEvent};
-use exec_server_transport::registry::auth::RegistryAuth;
-use exec_server_transport::registry::{Registry, RegistryOptions};
-use exec_server_transport::relay::{self, ExecutorAttachment, RelayDialError, RelayStream};
 use exec_server_transport::tls::TlsClientOptions;
 use exec_server_transport::{ConnectOptions, connect};
 use rustix::process::Signal;

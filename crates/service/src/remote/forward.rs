@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use exec_server_registry::relay::RelayStream;
 use exec_server_transport::frame::close_code;
 use exec_server_transport::keepalive::{Keepalive, KeepaliveAction, KeepaliveConfig};
-use exec_server_transport::relay::RelayStream;
 use exec_server_transport::{
     ConnectError, ConnectOptions, Link, LinkError, LinkReceiver, LinkSender, RawEvent, connect,
     stdio,

@@ -1,7 +1,7 @@
 //! Remote mode: an executor that connects to a rendezvous server instead of listening.
 //!
 //! Owns the registration, the validation of harnesses and the handling of streams. Frames, keys and
-//! sockets belong to `transport::relay`.
+//! sockets belong to `exec_server_registry::relay`.
 //!
 //! ```text
 //!            ┌── refused (4xx) ──────────────┐
@@ -22,14 +22,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use exec_server_relay::noise;
-use exec_server_relay::registry::RegisterResponse;
-use exec_server_relay::{EndReason, EndpointLimits, RelayExecutorConfig};
+use exec_server_registry::auth::CredentialError;
+use exec_server_registry::relay::{self, ExecutorAttachment, RelayDialError, RelayStream};
+use exec_server_registry::{
+    EndReason, EndpointLimits, RegisterResponse, Registry, RegistryError, RegistryOptions,
+    RelayExecutorConfig, StaticKeys,
+};
 use exec_server_sync::{Mutex, MutexGuard};
 use exec_server_transport::ConnectError;
-use exec_server_transport::registry::auth::CredentialError;
-use exec_server_transport::registry::{Registry, RegistryError, RegistryOptions};
-use exec_server_transport::relay::{self, ExecutorAttachment, RelayDialError, RelayStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -61,8 +61,8 @@ pub struct RemoteEnvironmentConfig {
     /// Options for calls to the registry, including credentials.
     pub registry: RegistryOptions,
     /// The keys that identify this environment to harnesses; see
-    /// [`exec_server_transport::identity::load_or_create`].
-    pub identity: noise::StaticKeys,
+    /// [`exec_server_registry::identity::load_or_create`].
+    pub identity: StaticKeys,
     /// Limits of each stream.
     pub limits: EndpointLimits,
     /// How long a validation of a harness by the registry stays valid.
@@ -77,7 +77,7 @@ impl RemoteEnvironmentConfig {
         registry_url: impl Into<String>,
         environment_id: impl Into<String>,
         registry: RegistryOptions,
-        identity: noise::StaticKeys,
+        identity: StaticKeys,
     ) -> Self {
         Self {
             registry_url: registry_url.into(),
@@ -127,10 +127,10 @@ pub enum RemoteStatus {
 ///
 /// ```no_run
 /// use exec_server_service::remote::{RemoteEnvironmentConfig, run_remote_environment};
-/// use exec_server_transport::registry::{RegistryOptions, auth::RegistryAuth};
+/// use exec_server_registry::{RegistryOptions, auth::RegistryAuth};
 ///
 /// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
-/// let identity = exec_server_transport::identity::load_or_create("/var/lib/me/identity".as_ref())?;
+/// let identity = exec_server_registry::identity::load_or_create("/var/lib/me/identity".as_ref())?;
 /// let registry = RegistryOptions::new(RegistryAuth::BearerFile("/etc/me/token".into()));
 /// let config = RemoteEnvironmentConfig::new("https://meet.example", "build-7", registry, identity);
 /// run_remote_environment(config).await?;
@@ -282,7 +282,7 @@ where
 struct EnvironmentRegistration {
     registry: Arc<Registry>,
     validator: Validator,
-    identity: noise::StaticKeys,
+    identity: StaticKeys,
     name: Option<String>,
     /// The current registration, until the rendezvous server rejects it.
     registration: Mutex<Option<RegisterResponse>>,

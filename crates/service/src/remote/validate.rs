@@ -4,11 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use exec_server_relay::EndReason;
-use exec_server_relay::keys::PublicKey;
+use exec_server_registry::relay::StreamRequest;
+use exec_server_registry::{EndReason, PublicKey, Registry, RegistryError};
 use exec_server_sync::Mutex;
-use exec_server_transport::registry::{Registry, RegistryError};
-use exec_server_transport::relay::StreamRequest;
 
 /// Approved harnesses that are cached; the one with the oldest approval is evicted first.
 const MAX_REMEMBERED: usize = 1024;
@@ -172,10 +170,10 @@ impl ApprovalCache {
 
 #[cfg(test)]
 mod tests {
+    use exec_server_registry::RegistryOptions;
+    use exec_server_registry::auth::RegistryAuth;
     use exec_server_relay::keys::{Authorization, MLKEM768_BYTES};
     use exec_server_transport::http::{HeadKind, read_head};
-    use exec_server_transport::registry::RegistryOptions;
-    use exec_server_transport::registry::auth::RegistryAuth;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::TcpListener;
     use tokio::sync::mpsc;

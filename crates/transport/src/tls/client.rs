@@ -26,7 +26,11 @@ pub struct TlsClientOptions {
 }
 
 /// Creates a TLS connector with these options.
-pub(crate) fn connector(options: &TlsClientOptions) -> Result<TlsConnector, TlsError> {
+///
+/// # Errors
+///
+/// When a file cannot be read, or the TLS library refuses its content.
+pub fn connector(options: &TlsClientOptions) -> Result<TlsConnector, TlsError> {
     let provider = provider();
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider))
         .with_safe_default_protocol_versions()?;

@@ -19,8 +19,7 @@ use crate::stamp::Stamp;
 mod client;
 mod server;
 
-pub use client::TlsClientOptions;
-pub(crate) use client::connector;
+pub use client::{TlsClientOptions, connector};
 pub use server::{TlsServer, TlsServerFiles};
 
 /// Reason why TLS cannot be configured.

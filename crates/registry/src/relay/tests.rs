@@ -5,7 +5,7 @@ use exec_server_relay::frame::{self, Body, Transmit};
 use exec_server_relay::noise::StaticKeys;
 
 use super::*;
-use crate::frame::WebsocketRole;
+use exec_server_transport::frame::WebsocketRole;
 
 /// Minimal rendezvous server: one executor, any number of harnesses, and sockets that a test can
 /// cut.

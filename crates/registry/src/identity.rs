@@ -13,7 +13,7 @@ use exec_server_relay::noise::{SEED_BYTES, StaticKeys};
 use rustix::process::geteuid;
 use zeroize::Zeroizing;
 
-use crate::private_file::{directory_of, make_directory, write_new};
+use exec_server_transport::private_file::{directory_of, make_directory, write_new};
 
 /// Prefix of the file content.
 const MARK: &str = "exec-server-identity-v1 ";

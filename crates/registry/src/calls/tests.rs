@@ -4,12 +4,12 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 
 use super::*;
-use crate::http::{HeadKind, read_head};
+use exec_server_transport::http::{HeadKind, read_head};
 
 /// Test registry that sends prepared responses and records the requests.
 struct Scripted {
     url: String,
-    asked: tokio::task::JoinHandle<Vec<(crate::http::HttpHead, Value)>>,
+    asked: tokio::task::JoinHandle<Vec<(exec_server_transport::http::HttpHead, Value)>>,
 }
 
 impl Scripted {

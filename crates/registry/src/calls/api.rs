@@ -9,7 +9,7 @@ use super::auth::RegistryAuth;
 use super::http::RegistryHttp;
 use super::proxy::Proxies;
 use super::{RegistryError, RegistryOptions, check_secrecy, parse_base, public, refusal};
-use crate::tls::TlsClientOptions;
+use exec_server_transport::tls::TlsClientOptions;
 
 /// Maximum size of a response in bytes: a list of 100,000 environments.
 const MAX_ANSWER_BYTES: usize = 64 << 20;

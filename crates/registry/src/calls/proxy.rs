@@ -17,8 +17,8 @@ use tokio::net::TcpStream;
 use tower_service::Service as _;
 use zeroize::Zeroizing;
 
-use crate::http::{HeadKind, read_head};
-use crate::tcp;
+use exec_server_transport::http::{HeadKind, read_head};
+use exec_server_transport::tcp;
 
 /// Proxies by host; connections to this machine itself never use one.
 ///

@@ -20,8 +20,8 @@ use zeroize::Zeroizing;
 
 use super::proxy::Proxies;
 use super::{MAX_ANSWER_BYTES, RegistryError};
-use crate::secret::Secret;
-use crate::tls::{self, TlsClientOptions, TlsError};
+use exec_server_transport::Secret;
+use exec_server_transport::tls::{self, TlsClientOptions, TlsError};
 
 /// HTTP client for one host.
 pub(super) struct RegistryHttp {

@@ -8,9 +8,9 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+use crate::calls::RegistryUrl;
 use exec_server_relay::keys::Fingerprint;
 use exec_server_transport::private_file::{directory_of, make_directory, open_lock, write_new};
-use exec_server_transport::registry::RegistryUrl;
 
 use crate::error::KnownEnvironmentsError;
 

@@ -25,11 +25,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use url::{Host, Url};
 
-use crate::connect::{ConnectError, ConnectOptions, connect_by};
-use crate::link::Link;
-use crate::secret::Secret;
-use crate::tls::{TlsClientOptions, TlsError};
 use auth::{CredentialError, RegistryAuth};
+use exec_server_transport::Secret;
+use exec_server_transport::connect::{ConnectError, ConnectOptions, connect_by};
+use exec_server_transport::link::Link;
+use exec_server_transport::tls::{TlsClientOptions, TlsError};
 use http::RegistryHttp;
 
 pub use agent::{AgentIdentity, AgentIdentityError};
@@ -383,10 +383,8 @@ impl Registry {
                 reason: "the URL of a rendezvous server is ws://HOST or wss://HOST".to_owned(),
             });
         }
-        let options = ConnectOptions {
-            timeout,
-            ..ConnectOptions::default()
-        };
+        let mut options = ConnectOptions::default();
+        options.timeout = timeout;
         let tls = || self.told.http.connector();
         let tcp = async |secure: bool, host: &str, port: u16| {
             self.told.http.proxies().connect(secure, host, port).await
@@ -395,16 +393,8 @@ impl Registry {
         if matches!(outcome, Err(ConnectError::Tls { .. })) {
             self.told.http.forget_connector();
         }
-        match &mut outcome {
-            Err(
-                ConnectError::Url { url, .. }
-                | ConnectError::Timeout { url, .. }
-                | ConnectError::Io { url, .. }
-                | ConnectError::Tls { url, .. }
-                | ConnectError::Token { url }
-                | ConnectError::Refused { url, .. },
-            ) => *url = shown(),
-            Ok(_) | Err(ConnectError::TlsSetup(_)) => {}
+        if let Some(url) = outcome.as_mut().err().and_then(ConnectError::url_mut) {
+            *url = shown();
         }
         outcome
     }
@@ -627,7 +617,7 @@ fn parse_base(text: &str) -> Result<Url, RegistryError> {
 }
 
 /// Formats a URL for display: without its query, which may be a signature, and without passwords.
-pub fn public(url: &Url) -> String {
+fn public(url: &Url) -> String {
     let mut url = url.clone();
     url.set_query(None);
     url.set_fragment(None);
@@ -651,7 +641,7 @@ fn is_loopback(url: &Url) -> bool {
 /// select the protocol.
 ///
 /// ```
-/// use exec_server_transport::registry::RegistryUrl;
+/// use exec_server_registry::RegistryUrl;
 ///
 /// let url: RegistryUrl = "registry://meet.example/build-7".parse().unwrap();
 /// assert_eq!(url.registry_url(), "https://meet.example");

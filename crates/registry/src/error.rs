@@ -3,10 +3,10 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::calls::RegistryError;
+use crate::relay::OpenError;
 use exec_server_relay::keys::Fingerprint;
 use exec_server_transport::ConnectError;
-use exec_server_transport::registry::RegistryError;
-use exec_server_transport::relay::OpenError;
 
 /// Why an environment cannot be reached.
 #[derive(Debug, thiserror::Error)]

@@ -1,53 +1,25 @@
-//! Environments that are reached through a registry and its rendezvous server.
+//! Links to an environment behind a registry.
 //!
 //! Turns an environment id into a link: registry request, check of the executor's key, websocket,
-//! stream, and a new websocket after a loss. [`ExecServerClient`] implements the protocol on the
-//! link.
-//!
-//! Fill in [`RegistryConnectArgs`]. A list of environments connects with [`RegistryTarget`]; other
-//! callers use [`ExecServerClient::connect_registry`]:
-//!
-//! ```no_run
-//! use exec_server_client::ExecServerClient;
-//! use exec_server_client::registry::{KnownEnvironments, RegistryAuth, RegistryConnectArgs, KeyTrust};
-//!
-//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
-//! let auth = RegistryAuth::BearerFile("/home/me/token".into());
-//! let mut args = RegistryConnectArgs::new("https://meet.example", "build-7", auth, "example");
-//! // Without this line, any key that the registry reports is accepted.
-//! args.trust = KeyTrust::FirstUse(KnownEnvironments::new("/home/me/known_environments"));
-//! let client = ExecServerClient::connect_registry(args).await?;
-//! # Ok(())
-//! # }
-//! ```
-
-mod known;
+//! stream, and a new websocket after a loss.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_relay::keys::PublicKey;
+use exec_server_relay::keys::{Fingerprint, PublicKey};
 use exec_server_relay::noise::StaticKeys;
 use exec_server_relay::registry::ConnectResponse;
 use exec_server_relay::{EndpointLimits, RelayHarnessConfig};
 use exec_server_sync::Mutex;
-use exec_server_transport::registry::{Registry, RegistryError, RegistryOptions};
-use exec_server_transport::relay::{self, RelayDialError};
-use exec_server_transport::{ConnectError, Link, identity};
-use futures_util::future::BoxFuture;
+use exec_server_transport::{ConnectError, Link};
 use tokio::time::Instant;
 
-use crate::client::ExecServerClient;
-use crate::dial::{Dial, DialledLink};
-use crate::environment::connect::Connect;
-use crate::error::{ExecServerError, Reply};
-pub use crate::error::{KnownEnvironmentsError, RegistryConnectError};
-use crate::options::ExecServerClientConnectOptions;
-
-pub use exec_server_relay::keys::Fingerprint;
-pub use exec_server_transport::registry::auth::RegistryAuth;
-pub use exec_server_transport::registry::{Proxies, RegistryUrl, RegistryUrlParseError};
-pub use known::KnownEnvironments;
+use crate::calls::auth::RegistryAuth;
+use crate::calls::{Registry, RegistryError, RegistryOptions, RegistryUrl};
+use crate::error::RegistryConnectError;
+use crate::identity;
+use crate::known::KnownEnvironments;
+use crate::relay::{self, RelayDialError};
 
 /// Timeout of one request to the registry.
 const ASK_TIMEOUT: Duration = Duration::from_secs(6);
@@ -71,10 +43,9 @@ pub enum KeyTrust {
     FirstUse(KnownEnvironments),
 }
 
-/// Arguments of a connection to an environment through a registry.
+/// Options of a dialer.
 #[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct RegistryConnectArgs {
+pub struct RegistryDialOptions {
     /// URL of the registry: `http://…` or `https://…`.
     pub registry_url: String,
     /// Id of the environment.
@@ -87,20 +58,16 @@ pub struct RegistryConnectArgs {
     pub identity: StaticKeys,
     /// Which executor key is accepted.
     pub trust: KeyTrust,
-    /// Limits of the stream.
+    /// EndpointLimits of the stream.
     pub limits: EndpointLimits,
-    /// Connection options for the handshake.
-    pub options: ExecServerClientConnectOptions,
 }
 
-impl RegistryConnectArgs {
-    /// Creates default arguments with a new key pair. Any key that the registry reports is
-    /// accepted.
+impl RegistryDialOptions {
+    /// Creates default options with a new key pair. Any key that the registry reports is accepted.
     pub fn new(
         registry_url: impl Into<String>,
         environment_id: impl Into<String>,
         auth: RegistryAuth,
-        client_name: impl Into<String>,
     ) -> Self {
         let mut registry = RegistryOptions::new(auth);
         registry.timeout = ASK_TIMEOUT;
@@ -111,58 +78,7 @@ impl RegistryConnectArgs {
             identity: identity::generate(),
             trust: KeyTrust::Registry,
             limits: EndpointLimits::default(),
-            options: ExecServerClientConnectOptions::new(client_name),
         }
-    }
-
-    /// Creates arguments like [`RegistryConnectArgs::new`], for the URL of an environment.
-    pub fn of(url: &RegistryUrl, auth: RegistryAuth, client_name: impl Into<String>) -> Self {
-        Self::new(url.registry_url(), url.environment_id(), auth, client_name)
-    }
-}
-
-impl ExecServerClient {
-    /// Connects to an environment through a registry.
-    ///
-    /// # Errors
-    ///
-    /// When the environment cannot be reached, has an unexpected key, or the handshake fails.
-    pub async fn connect_registry(args: RegistryConnectArgs) -> Result<Self, ExecServerError> {
-        RegistryTarget::new(args)?.connect().await
-    }
-}
-
-/// Registry environment as a connection target. Each session uses a separate stream; all sessions
-/// use the same keys on both sides.
-#[derive(Debug, Clone)]
-pub struct RegistryTarget {
-    dial: RegistryDial,
-    options: ExecServerClientConnectOptions,
-}
-
-impl RegistryTarget {
-    /// Creates a target; sends nothing.
-    ///
-    /// # Errors
-    ///
-    /// When the registry URL or the environment id is invalid.
-    pub fn new(args: RegistryConnectArgs) -> Result<Self, RegistryConnectError> {
-        let options = args.options.clone();
-        let dial = RegistryDial::new(args)?;
-        Ok(Self { dial, options })
-    }
-}
-
-impl Connect for RegistryTarget {
-    fn connect(&self) -> Reply<'_, ExecServerClient> {
-        Box::pin(ExecServerClient::connect_with(
-            self.dial.clone(),
-            self.options.clone(),
-        ))
-    }
-
-    fn target(&self) -> String {
-        self.dial.url().to_string()
     }
 }
 
@@ -189,7 +105,8 @@ impl RegistryDial {
     /// # Errors
     ///
     /// When the registry URL or the environment id is invalid.
-    pub fn new(args: RegistryConnectArgs) -> Result<Self, RegistryConnectError> {
+    pub fn new(options: impl Into<RegistryDialOptions>) -> Result<Self, RegistryConnectError> {
+        let args = options.into();
         let url = RegistryUrl::new(&args.registry_url, &args.environment_id)?;
         let registry = Registry::new(&args.registry_url, &args.environment_id, args.registry)?;
         let shared = RegistryShared {
@@ -276,12 +193,6 @@ impl RegistryDial {
         // The executor has proved that it owns the key.
         shared.believe(key)?;
         Ok(stream.link)
-    }
-}
-
-impl Dial for RegistryDial {
-    fn dial(&self) -> BoxFuture<'_, Result<DialledLink, ExecServerError>> {
-        Box::pin(async { Ok(self.open().await?.into()) })
     }
 }
 
@@ -406,7 +317,7 @@ mod tests {
     fn changed_executor_key_is_rejected_for_each_trust_setting() {
         let auth = RegistryAuth::Open;
         let args = |trust| {
-            let mut args = RegistryConnectArgs::new("http://127.0.0.1:1", "e", auth.clone(), "t");
+            let mut args = RegistryDialOptions::new("http://127.0.0.1:1", "e", auth.clone());
             args.trust = trust;
             args
         };

@@ -17,9 +17,9 @@ use super::RegistryError;
 use super::auth::{ACCOUNT, FEDRAMP, authorization};
 use super::http::RegistryHttp;
 use super::proxy::Proxies;
-use crate::secret::Secret;
-use crate::time::timestamp;
-use crate::tls::TlsClientOptions;
+use exec_server_transport::Secret;
+use exec_server_transport::time::timestamp;
+use exec_server_transport::tls::TlsClientOptions;
 
 /// Time limit for the registration of a task.
 const TASK_TIMEOUT: Duration = Duration::from_secs(30);

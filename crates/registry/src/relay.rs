@@ -31,13 +31,13 @@ use futures_util::task::AtomicWaker;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinSet;
 
-use crate::backoff::Backoff;
-use crate::frame::close_code;
-use crate::keepalive::{Keepalive, KeepaliveAction, KeepaliveConfig};
-use crate::link::{
+use exec_server_transport::backoff::Backoff;
+use exec_server_transport::frame::close_code;
+use exec_server_transport::keepalive::{Keepalive, KeepaliveAction, KeepaliveConfig};
+use exec_server_transport::link::{
     Link, LinkError, LinkReceiver, LinkSender, MessageSink, MessageSource, RawEvent,
 };
-use crate::turn;
+use exec_server_transport::turn;
 
 /// Maximum size of one write batch: many short frames, or three long ones. Each write wakes several
 /// processes on the path; a larger batch would delay data that arrives in the meantime.

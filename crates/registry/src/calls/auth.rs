@@ -9,7 +9,7 @@ use serde::Deserialize;
 use tokio::sync::watch;
 
 use super::agent::{AgentIdentity, AgentIdentityError};
-use crate::secret::Secret;
+use exec_server_transport::Secret;
 
 /// Header with the credentials.
 const AUTHORIZATION: &str = "authorization";
