@@ -11,6 +11,9 @@ SOAK ?= 1h
 # More options for the benchmark, such as --quick.
 BENCH_ARGS ?=
 
+# What packages contain besides the default features: several rendezvous servers that act as one.
+FEATURES ?= fleet
+
 # What this machine is called by the compiler; +crt-static needs a target by name.
 HOST_TARGET ?= $(shell rustc -vV | sed -n 's/^host: //p')
 
@@ -21,10 +24,10 @@ help: ## List the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 build: ## Build the server as it is released
-	cargo build --release --bin exec-server
+	cargo build --release --bin exec-server --features "$(FEATURES)"
 
 static: ## Build the server as one file that needs no library of the machine
-	RUSTFLAGS="-C target-feature=+crt-static" cargo build --release --bin exec-server --target $(HOST_TARGET)
+	RUSTFLAGS="-C target-feature=+crt-static" cargo build --release --bin exec-server --features "$(FEATURES)" --target $(HOST_TARGET)
 	scripts/static $(CARGO_TARGET_DIR)/$(HOST_TARGET)/release/exec-server
 
 man: build ## Write the manual pages and completions to target/man

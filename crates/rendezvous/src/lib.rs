@@ -11,7 +11,7 @@
 //!           ══ websocket ════►│ Router ══ frames ══════│◄═══ websocket ══
 //! ```
 
-#[cfg(feature = "nats")]
+#[cfg(feature = "fleet")]
 pub mod cluster;
 mod events;
 pub mod mailbox;
@@ -26,14 +26,14 @@ pub mod store;
 pub mod tenants;
 pub mod tokens;
 
-#[cfg(feature = "nats")]
+#[cfg(feature = "fleet")]
 pub use cluster::{Cluster, ClusterOptions};
 pub use registry::is_environment_id;
 pub use router::local::{LocalRouter, RouterLimits};
-#[cfg(feature = "nats")]
+#[cfg(feature = "fleet")]
 pub use router::nats::NatsRouter;
 pub use server::{RendezvousConfig, RendezvousParts, RendezvousServer};
 pub use store::embedded::EmbeddedStore;
-#[cfg(feature = "nats")]
+#[cfg(feature = "fleet")]
 pub use store::nats::NatsStore;
 pub use tokens::{TokenRole, Tokens};

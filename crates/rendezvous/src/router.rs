@@ -7,7 +7,7 @@
 use futures_util::future::BoxFuture;
 
 pub mod local;
-#[cfg(feature = "nats")]
+#[cfg(feature = "fleet")]
 pub mod nats;
 
 use std::fmt;

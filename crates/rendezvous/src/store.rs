@@ -6,7 +6,7 @@
 use futures_util::future::BoxFuture;
 
 pub mod embedded;
-#[cfg(feature = "nats")]
+#[cfg(feature = "fleet")]
 pub mod nats;
 
 use std::fmt;

@@ -793,7 +793,6 @@ pub(super) struct RendezvousArgs {
     #[command(flatten)]
     pub(super) oidc: OidcArgs,
 
-    #[cfg(feature = "nats")]
     #[command(flatten)]
     pub(super) nats: NatsArgs,
 }
@@ -870,8 +869,12 @@ pub(super) struct OidcArgs {
     pub(super) oidc_environments_claim: String,
 }
 
-// Several rendezvous servers that act as one.
-#[cfg(feature = "nats")]
+// Several rendezvous servers that act as one. The options exist in every build, so that one without
+// the feature can report what is missing.
+#[cfg_attr(
+    not(feature = "fleet"),
+    expect(dead_code, reason = "only `--nats` itself is read, to refuse it")
+)]
 #[derive(Debug, Clone, Default, clap::Args)]
 #[command(next_help_heading = "Cluster")]
 pub(super) struct NatsArgs {

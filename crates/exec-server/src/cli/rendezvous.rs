@@ -17,7 +17,7 @@ use exec_server_rendezvous::signature::UrlSigner;
 use exec_server_rendezvous::store::Store;
 use exec_server_rendezvous::tenants::{self, Quotas};
 use exec_server_rendezvous::tokens::is_name;
-#[cfg(feature = "nats")]
+#[cfg(feature = "fleet")]
 use exec_server_rendezvous::{Cluster, ClusterOptions, NatsRouter, NatsStore};
 use exec_server_rendezvous::{
     EmbeddedStore, LocalRouter, RendezvousConfig, RendezvousParts, RendezvousServer, RouterLimits,
@@ -445,13 +445,13 @@ struct StoreAndRouter {
     store: Arc<dyn Store>,
     router: Arc<dyn Router>,
     signer: UrlSigner,
-    #[cfg(feature = "nats")]
+    #[cfg(feature = "fleet")]
     cluster: Option<Cluster>,
 }
 
 impl StoreAndRouter {
     #[cfg_attr(
-        not(feature = "nats"),
+        not(feature = "fleet"),
         expect(clippy::unused_async, reason = "joining others takes time")
     )]
     async fn new(
@@ -461,11 +461,16 @@ impl StoreAndRouter {
         limits: RouterLimits,
         backlog: Arc<MailboxBacklog>,
     ) -> anyhow::Result<Self> {
-        #[cfg(feature = "nats")]
         if !args.nats.nats.is_empty() {
+            #[cfg(feature = "fleet")]
             return Self::of_many(args, place, listener, limits, backlog).await;
+            #[cfg(not(feature = "fleet"))]
+            bail!(
+                "cannot use --nats: this exec-server was built without the feature `fleet`; \
+                 install a package, or build it with `--features fleet`"
+            );
         }
-        let _ = (args, listener);
+        let _ = listener;
         let store =
             EmbeddedStore::open(&place.state.join("rendezvous.redb")).with_context(|| {
                 let state = place.state.display();
@@ -475,12 +480,12 @@ impl StoreAndRouter {
             store: Arc::new(store),
             router: Arc::new(LocalRouter::new(limits, backlog)),
             signer: place.signer()?,
-            #[cfg(feature = "nats")]
+            #[cfg(feature = "fleet")]
             cluster: None,
         })
     }
 
-    #[cfg(feature = "nats")]
+    #[cfg(feature = "fleet")]
     async fn of_many(
         args: &RendezvousArgs,
         place: &RendezvousPaths,
@@ -518,11 +523,11 @@ impl StoreAndRouter {
 
     /// Moves all connections to the other nodes, if there are any.
     #[cfg_attr(
-        not(feature = "nats"),
+        not(feature = "fleet"),
         expect(clippy::unused_async, reason = "there are no other nodes")
     )]
     async fn hand_over(&self, args: &RendezvousArgs, rendezvous: &RendezvousServer) {
-        #[cfg(feature = "nats")]
+        #[cfg(feature = "fleet")]
         if let Some(cluster) = &self.cluster
             && self.router.nodes().await.len() > 1
         {
@@ -533,11 +538,11 @@ impl StoreAndRouter {
     }
 
     #[cfg_attr(
-        not(feature = "nats"),
+        not(feature = "fleet"),
         expect(clippy::unused_async, reason = "there is nothing to leave")
     )]
     async fn leave(&self) {
-        #[cfg(feature = "nats")]
+        #[cfg(feature = "fleet")]
         if let Some(cluster) = &self.cluster {
             cluster.leave().await;
         }
@@ -545,7 +550,7 @@ impl StoreAndRouter {
 }
 
 /// The machine's name and something that makes it this process's.
-#[cfg(feature = "nats")]
+#[cfg(feature = "fleet")]
 fn node_name() -> anyhow::Result<String> {
     let machine = rustix::system::uname();
     let machine = machine.nodename().to_string_lossy();

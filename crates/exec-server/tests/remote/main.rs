@@ -9,7 +9,7 @@ use tokio::time::timeout;
 
 mod executor;
 mod faults;
-#[cfg(feature = "nats")]
+#[cfg(feature = "fleet")]
 mod fleet;
 mod forward;
 mod guide;

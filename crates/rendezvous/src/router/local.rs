@@ -8,7 +8,7 @@
 //!  harness mailbox ◄── by stream id ◄── executor socket
 //! ```
 
-#[cfg(feature = "nats")]
+#[cfg(feature = "fleet")]
 use std::collections::BTreeMap;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -188,7 +188,7 @@ impl LocalRouter {
     }
 
     /// Number of harness sockets connected to this node, by tenant.
-    #[cfg(feature = "nats")]
+    #[cfg(feature = "fleet")]
     pub(crate) fn harnesses_by_tenant(&self) -> BTreeMap<String, u64> {
         let mut counts = BTreeMap::new();
         for hub in self.all() {
@@ -610,7 +610,7 @@ impl LocalRouter {
     }
 
     /// Registration of the executor connected to this node.
-    #[cfg(feature = "nats")]
+    #[cfg(feature = "fleet")]
     pub(crate) fn registration_here(&self, environment: &str) -> Option<Arc<str>> {
         let hub = self.find(environment)?;
         let state = hub.lock();
@@ -620,7 +620,7 @@ impl LocalRouter {
 
     /// Closes all sockets of an environment that has moved to another node; the peers can reconnect
     /// there. Returns the number of sockets.
-    #[cfg(feature = "nats")]
+    #[cfg(feature = "fleet")]
     pub(crate) fn leave(&self, environment: &str) -> usize {
         let Some(hub) = self.find(environment) else {
             return 0;
@@ -669,14 +669,14 @@ impl LocalRouter {
     }
 
     /// Counter of bytes queued in all mailboxes of this process.
-    #[cfg(feature = "nats")]
+    #[cfg(feature = "fleet")]
     pub(crate) fn backlog(&self) -> &Arc<MailboxBacklog> {
         &self.0.backlog
     }
 
     /// How long a connect request waits for an executor, and how recently the executor must have
     /// been attached for that.
-    #[cfg(feature = "nats")]
+    #[cfg(feature = "fleet")]
     pub(crate) fn executor_wait(&self) -> (Duration, Duration) {
         (self.0.limits.arrival, self.0.limits.recent)
     }
