@@ -6,9 +6,8 @@
 use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server_relay::keys::{Authorization, Fingerprint, PublicKey};
 use exec_server_transport::Secret;
-use hmac::{Hmac, KeyInit as _, Mac as _};
+use ring::hmac;
 use serde::{Deserialize, Serialize};
-use sha2::Sha256;
 
 use crate::tenants;
 
@@ -90,22 +89,21 @@ impl UrlSigner {
         (secret.expose().len() >= Self::MIN_SECRET_BYTES).then_some(Self(secret))
     }
 
-    /// Computes the signature of several parts. Each part is preceded by its length, so that no two
+    /// Prepares the signature of several parts. Each part is preceded by its length, so that no two
     /// lists of parts give the same input.
-    fn mac(&self, purpose: &str, parts: &[&str]) -> Hmac<Sha256> {
-        let mut mac = Hmac::<Sha256>::new_from_slice(self.0.expose().as_bytes())
-            .expect("HMAC takes keys of any length");
+    fn mac(&self, purpose: &str, parts: &[&str]) -> Mac {
+        let mut input = Vec::new();
         for part in [purpose].iter().chain(parts) {
-            mac.update(&(part.len() as u64).to_be_bytes());
-            mac.update(part.as_bytes());
+            input.extend((part.len() as u64).to_be_bytes());
+            input.extend(part.as_bytes());
         }
-        mac
+        let key = hmac::Key::new(hmac::HMAC_SHA256, self.0.expose().as_bytes());
+        Mac { key, input }
     }
 
     /// Creates the query of a socket's URL.
     pub fn query(&self, ticket: &SocketTicket) -> String {
-        let signature = self.ticket_mac(ticket).finalize().into_bytes();
-        let signature = URL_SAFE_NO_PAD.encode(signature);
+        let signature = self.ticket_mac(ticket).sign();
         let SocketTicket {
             registration,
             expires,
@@ -132,7 +130,7 @@ impl UrlSigner {
         }
     }
 
-    fn ticket_mac(&self, ticket: &SocketTicket) -> Hmac<Sha256> {
+    fn ticket_mac(&self, ticket: &SocketTicket) -> Mac {
         let expires = ticket.expires.to_string();
         let (environment, registration) = (&*ticket.environment, &*ticket.registration);
         let until = ticket.token_expires.map(|until| until.to_string());
@@ -212,7 +210,7 @@ impl UrlSigner {
             .map_err(|_| TicketError::InvalidSignature)?;
         // Compared in constant time.
         self.ticket_mac(&ticket)
-            .verify_slice(&signature)
+            .verify(&signature)
             .map_err(|_| TicketError::InvalidSignature)?;
         if now > expires {
             return Err(TicketError::Expired);
@@ -236,7 +234,7 @@ impl UrlSigner {
         };
         let claims = URL_SAFE_NO_PAD.encode(serde_json::to_vec(&grant).ok()?);
         let mac = self.grant_mac(environment, registration, harness, &claims);
-        let signature = URL_SAFE_NO_PAD.encode(mac.finalize().into_bytes());
+        let signature = mac.sign();
         Authorization::new(format!("{claims}.{signature}"))
     }
 
@@ -246,7 +244,7 @@ impl UrlSigner {
         registration: &str,
         harness: &PublicKey,
         claims: &str,
-    ) -> Hmac<Sha256> {
+    ) -> Mac {
         let key = harness.fingerprint().to_string();
         self.mac("authorization", &[environment, registration, &key, claims])
     }
@@ -264,11 +262,29 @@ impl UrlSigner {
         let (claims, signature) = authorization.reveal().split_once('.')?;
         let signature = URL_SAFE_NO_PAD.decode(signature).ok()?;
         self.grant_mac(environment, registration, harness, claims)
-            .verify_slice(&signature)
+            .verify(&signature)
             .ok()?;
         let claims = URL_SAFE_NO_PAD.decode(claims).ok()?;
         let grant: Grant = serde_json::from_slice(&claims).ok()?;
         (now <= grant.expires).then_some(grant.token)
+    }
+}
+
+/// Key and input of a signature.
+struct Mac {
+    key: hmac::Key,
+    input: Vec<u8>,
+}
+
+impl Mac {
+    /// Returns the signature as text.
+    fn sign(&self) -> String {
+        URL_SAFE_NO_PAD.encode(hmac::sign(&self.key, &self.input))
+    }
+
+    /// Compares a signature in constant time.
+    fn verify(&self, signature: &[u8]) -> Result<(), ring::error::Unspecified> {
+        hmac::verify(&self.key, &self.input, signature)
     }
 }
 

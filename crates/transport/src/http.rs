@@ -6,7 +6,7 @@
 use std::fmt;
 use std::io;
 
-use sha1::{Digest as _, Sha1};
+use ring::digest::{self, SHA1_FOR_LEGACY_USE_ONLY};
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 
 /// Maximum size of a request or response head in bytes; browsers and proxies send far less.
@@ -191,10 +191,11 @@ fn parse_head(bytes: &[u8], kind: HeadKind) -> Result<Option<HttpHead>, httparse
 /// Returns the `Sec-WebSocket-Accept` value for a key.
 pub fn accept_key(key: &str) -> String {
     const GUID: &str = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
-    let mut hash = Sha1::new();
+    // RFC 6455 prescribes SHA-1; nothing depends on its strength.
+    let mut hash = digest::Context::new(&SHA1_FOR_LEGACY_USE_ONLY);
     hash.update(key.trim().as_bytes());
     hash.update(GUID.as_bytes());
-    base64(&hash.finalize())
+    base64(hash.finish().as_ref())
 }
 
 /// Standard base64 for short inputs. The library would first detect CPU features with `cpuid`,

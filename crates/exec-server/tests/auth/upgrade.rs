@@ -5,10 +5,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server_testkit::proc;
 use exec_server_testkit::wire::StartBuilder;
-use hmac::{Hmac, KeyInit as _, Mac as _};
+use ring::hmac;
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use sha2::{Digest as _, Sha256, Sha512};
+use sha2::{Digest as _, Sha256};
 
 use crate::{AuthFiles, connect_with, output, refuses, session_with, start, upgrade};
 
@@ -91,15 +91,12 @@ fn jwt(header: &Value, claims: &str, secret: &str) -> String {
         URL_SAFE_NO_PAD.encode(header.to_string()),
         URL_SAFE_NO_PAD.encode(claims)
     );
-    let signature = if header["alg"] == "HS512" {
-        let mut mac = Hmac::<Sha512>::new_from_slice(secret.as_bytes()).unwrap();
-        mac.update(input.as_bytes());
-        mac.finalize().into_bytes().to_vec()
-    } else {
-        let mut mac = Hmac::<Sha256>::new_from_slice(secret.as_bytes()).unwrap();
-        mac.update(input.as_bytes());
-        mac.finalize().into_bytes().to_vec()
+    let algorithm = match header["alg"] == "HS512" {
+        true => hmac::HMAC_SHA512,
+        false => hmac::HMAC_SHA256,
     };
+    let key = hmac::Key::new(algorithm, secret.as_bytes());
+    let signature = hmac::sign(&key, input.as_bytes());
     format!("{input}.{}", URL_SAFE_NO_PAD.encode(signature))
 }
 

@@ -180,6 +180,22 @@ fn client_without_its_features_reaches_neither_executor_nor_relay() {
     }
 }
 
+#[test]
+fn default_binary_is_built_without_nats_and_from_few_crates() {
+    /// A rebuilt dependency costs every user time, and each one can have a vulnerability.
+    const MOST: usize = 230;
+    let tree = tree_of("exec-server", &[]);
+    let crates: BTreeSet<&str> = tree
+        .lines()
+        .map(|line| line.split(" (").next().unwrap_or(line))
+        .map(|line| line.split(" [").next().unwrap_or(line))
+        .collect();
+    assert!(tree.contains("exec-server-rendezvous "), "{tree}");
+    assert!(!tree.contains("async-nats"), "{tree}");
+    let count = crates.len();
+    assert!(count <= MOST, "{count} crates: {crates:#?}");
+}
+
 /// What is wrong with the edges that were found.
 fn compare(
     found: &BTreeSet<Edge>,
@@ -246,7 +262,10 @@ fn metadata() -> Value {
 
 /// All that a crate is built from on this system, one line each: name, version and features.
 fn tree(package: &str, features: &[&str]) -> String {
-    let package = format!("exec-server-{package}");
+    tree_of(&format!("exec-server-{package}"), features)
+}
+
+fn tree_of(package: &str, features: &[&str]) -> String {
     let common = [
         "tree",
         "--locked",
@@ -255,7 +274,7 @@ fn tree(package: &str, features: &[&str]) -> String {
         "--edges=normal",
         "--package",
     ];
-    cargo(&[&common[..], &[&package], features].concat())
+    cargo(&[&common[..], &[package], features].concat())
 }
 
 fn cargo(arguments: &[&str]) -> String {
