@@ -1,7 +1,7 @@
 //! Requests over HTTP, made by some machine.
 //!
-//! Owns the trait that embedders program against. Knows nothing of where requests leave from: a
-//! server ([`ExecServerClient`](crate::ExecServerClient)) or this machine ([`LocalHttp`]).
+//! Owns the trait that embedders program against. A server
+//! ([`ExecServerClient`](crate::ExecServerClient)) or this machine ([`LocalHttp`]) sends the requests.
 
 #[cfg(feature = "local")]
 mod local;
@@ -67,7 +67,7 @@ pub struct HttpRequest {
     pub body: Option<Bytes>,
     /// How long everything may take, the body of the answer included.
     pub timeout: Option<Duration>,
-    /// What to do when told to look elsewhere.
+    /// What to do about redirects.
     pub redirect: RedirectPolicy,
     /// Ask for a compressed body and unpack it, where the machine can.
     pub decompress: bool,

@@ -92,12 +92,12 @@ impl ExecServerClient {
     }
 }
 
-/// Ends a request that nobody waits for any more.
+/// Cancels a request when its caller drops the body.
 #[derive(Debug)]
 struct CancelGuard {
     client: ExecServerClient,
     request_id: String,
-    /// It has come to its own end.
+    /// Whether the request has ended by itself.
     over: bool,
 }
 
@@ -168,7 +168,7 @@ impl BodyRoutes {
         queue
     }
 
-    /// The answer is there; its body comes over the same connection, or not at all.
+    /// Records the connection of the response: the body arrives over the same one, or is lost.
     fn begin(&self, request_id: &str, generation: u64) {
         let table = self.table.lock();
         let Some(queue) = table.bodies.get(request_id) else {
@@ -199,7 +199,7 @@ impl BodyRoutes {
     fn remove(&self, request_id: &str) {
         let queue = self.table.lock().bodies.remove(request_id);
         if let Some(queue) = queue {
-            // Whoever waits to deliver need not.
+            // Deliveries stop waiting for room in the queue.
             queue.change(|waiting| waiting.abandoned = true);
         }
     }
@@ -247,7 +247,7 @@ struct WaitingBody {
     end: Option<BodyEnd>,
     /// The connection that it comes over, once that is known.
     generation: Option<u64>,
-    /// Nobody will read it.
+    /// Whether the reader was dropped.
     abandoned: bool,
 }
 
@@ -298,7 +298,7 @@ impl BodyQueue {
 
     async fn deliver(&self, delta: BodyDeltaParams) {
         loop {
-            // Made before looking, so that no news in between is missed.
+            // Created before the check, so that no notification in between is missed.
             let writable = self.writable.notified();
             {
                 let waiting = self.lock();
