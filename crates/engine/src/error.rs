@@ -3,7 +3,6 @@
 use std::io;
 
 use exec_server_egress::http::HttpError;
-use exec_server_egress::http::HttpError;
 use exec_server_executor::StartError;
 use exec_server_executor::conditions::ConditionError;
 use exec_server_executor::fs::watch::WatchError;
