@@ -4,11 +4,11 @@
 //! the connections; `remote` has the operations on processes.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use exec_server_protocol::environment::{self, EnvironmentInfo};
 use exec_server_protocol::process::StartParams;
-use exec_server_protocol::session::End;
+use exec_server_protocol::session::{End, EndParams};
 use exec_server_protocol::{Method, NoParams, codes};
 use exec_server_transport::peer::FirstCall;
 use exec_server_transport::{Link, stdio};
@@ -22,7 +22,7 @@ use crate::dial::{Dial, DialledLink, UrlDial};
 use crate::error::ExecServerError;
 use crate::extension;
 use crate::fs::RemoteFileSystem;
-use crate::options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
+use crate::options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs, millis};
 use crate::remote::unique;
 use crate::route::ClientRoutes;
 use crate::session_connection;
@@ -75,6 +75,7 @@ pub(crate) struct ClientShared {
     pub(crate) repair_delay: Duration,
     session_id: String,
     detach_grace: Option<Duration>,
+    server: Option<ServerInstance>,
     /// `None` if the server does not implement `environment/info`.
     environment: OnceCell<Option<EnvironmentInfo>>,
     /// Task that replaces lost connections, and fails all requests and processes when it cannot
@@ -82,6 +83,16 @@ pub(crate) struct ClientShared {
     _keeper: AbortOnDropHandle<()>,
     /// Dropped last, after the server's standard input is closed.
     _server: Option<ServerChild>,
+}
+
+/// One run of a server: a restarted server has another id, and does not know earlier sessions.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ServerInstance {
+    /// Id of this run.
+    pub id: String,
+    /// When the server was started, by its own clock.
+    pub started_at: Option<SystemTime>,
 }
 
 impl ExecServerClient {
@@ -225,6 +236,12 @@ impl ExecServerClient {
             repair_delay,
             session_id: answer.session_id,
             detach_grace: answer.detach_grace_ms.map(Duration::from_millis),
+            server: answer.server_instance.map(|id| ServerInstance {
+                id,
+                started_at: answer
+                    .server_started_at_ms
+                    .map(|millis| UNIX_EPOCH + Duration::from_millis(millis)),
+            }),
             environment,
             _keeper: AbortOnDropHandle::new(tokio::spawn(keeper.run())),
             _server: server,
@@ -243,6 +260,11 @@ impl ExecServerClient {
     /// Returns how long the server keeps the session without a connection, if it reports this.
     pub fn detach_grace(&self) -> Option<Duration> {
         self.inner.detach_grace
+    }
+
+    /// Returns which run of the server opened the session, if the server reports it.
+    pub fn server_instance(&self) -> Option<&ServerInstance> {
+        self.inner.server.as_ref()
     }
 
     /// Returns facts about the server's machine; requested once if the handshake did not include
@@ -323,7 +345,7 @@ impl ExecServerClient {
     pub async fn end_session(&self) -> Result<(), ExecServerError> {
         self.require(extension::SESSION_END).await?;
         let RequestSender { line, timeout } = &self.inner.caller;
-        let ended = self.call::<End>(&NoParams).await;
+        let ended = self.call::<End>(&EndParams::default()).await;
         let connection = line.ready().await.ok();
         ended?;
         // First of all, so that the keeper does not try to recover the connection.
@@ -344,13 +366,31 @@ impl ExecServerClient {
     ///
     /// [`ExecServerError::Unsupported`] if the server can only end a session by expiry.
     pub async fn leave(&self) -> Result<(), ExecServerError> {
+        self.leave_after(None).await
+    }
+
+    /// As [`ExecServerClient::leave`]: processes that still run get SIGTERM, and SIGKILL after
+    /// `grace`. Servers without this extension send SIGKILL.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::Unsupported`] if the server can only end a session by expiry.
+    pub async fn leave_with_grace(&self, grace: Duration) -> Result<(), ExecServerError> {
+        let has_grace = self.supports(extension::SESSION_END_GRACE).await?;
+        self.leave_after(has_grace.then_some(grace)).await
+    }
+
+    async fn leave_after(&self, grace: Option<Duration>) -> Result<(), ExecServerError> {
         self.require(extension::SESSION_END).await?;
+        let params = EndParams {
+            grace_ms: grace.map(millis),
+        };
         let RequestSender { line, timeout } = &self.inner.caller;
         let connection = line.ready().await?;
         // First of all, so that the keeper does not try to recover the connection.
         let reason: Arc<str> = "the session was left".into();
         line.fail(&reason);
-        let farewell = connection.peer.close_with::<End>(&NoParams, &reason);
+        let farewell = connection.peer.close_with::<End>(&params, &reason);
         let _ = tokio::time::timeout(*timeout, farewell).await;
         Ok(())
     }

@@ -7,6 +7,7 @@ use std::fmt;
 use bytes::Bytes;
 use exec_server_protocol::process::{
     ClosedParams, ExitedParams, OutputParams, OutputStream, ProcessUsage, ReadChunk, ReadResult,
+    Survivor,
 };
 use exec_server_protocol::sandbox::Denial;
 use futures_util::future::BoxFuture;
@@ -47,6 +48,8 @@ pub enum ExecProcessEvent {
         inherited_output: bool,
         /// Number of bytes discarded so far.
         discarded_bytes: u64,
+        /// Processes that it started and that still run, if the start asked for them.
+        descendants: Vec<Survivor>,
     },
     /// Output that is no longer available; replaces the events that carried it.
     Gap {
@@ -124,6 +127,7 @@ impl From<ClosedParams> for ExecProcessEvent {
             seq: closed.seq,
             inherited_output: closed.inherited_output,
             discarded_bytes: closed.discarded_bytes,
+            descendants: closed.descendants,
         }
     }
 }

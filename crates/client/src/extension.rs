@@ -3,6 +3,7 @@
 use exec_server_protocol::MethodId;
 
 pub(crate) const SESSION_END: &str = MethodId::SessionEnd.extension("session/end");
+pub(crate) const SESSION_END_GRACE: &str = MethodId::SessionEnd.extension("session/end#graceMs");
 pub(crate) const CLOSE_STDIN: &str = MethodId::ProcessCloseStdin.extension("process/closeStdin");
 pub(crate) const RESIZE: &str = MethodId::ProcessResize.extension("process/resize");
 pub(crate) const WAIT: &str = MethodId::ProcessWait.extension("process/wait");

@@ -345,6 +345,7 @@ mod tests {
             seq: 1,
             inherited_output: false,
             discarded_bytes: 0,
+            descendants: Vec::new(),
         });
         inbox.fail(ProcessFailure::ConnectionClosed("gone".into()));
         assert_eq!(numbers(&mut inbox), [Some(1)]);

@@ -63,7 +63,7 @@ mod state;
 pub mod transfer;
 
 pub use backend::{ExecBackend, ExecProcess, ReadRequest, StartedProcess, WaitForRequest};
-pub use client::ExecServerClient;
+pub use client::{ExecServerClient, ServerInstance};
 pub use collect::{CollectOptions, ProcessOutput};
 pub use dial::{Dial, DialError, DialledLink, InitialMessages};
 pub use environment::{Environment, EnvironmentManager, EnvironmentProvider};

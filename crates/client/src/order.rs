@@ -171,6 +171,7 @@ impl EventOrder {
                     seq: through,
                     inherited_output: false,
                     discarded_bytes: 0,
+                    descendants: Vec::new(),
                 };
                 self.hold(through, closed);
                 drop_last(&mut missing);

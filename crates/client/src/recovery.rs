@@ -44,6 +44,9 @@ pub struct RecoveryOptions {
     pub first_pause: Duration,
     /// Longest delay between two attempts.
     pub longest_pause: Duration,
+    /// How long to try while nothing listens at the address of the server: then the server has
+    /// ended. Without it, this counts like any other failure.
+    pub refused_budget: Option<Duration>,
 }
 
 impl Default for RecoveryOptions {
@@ -52,6 +55,7 @@ impl Default for RecoveryOptions {
             budget: None,
             first_pause: Duration::from_millis(50),
             longest_pause: Duration::from_secs(5),
+            refused_budget: None,
         }
     }
 }
@@ -87,6 +91,8 @@ pub(crate) struct Recovery {
     short_lived: u32,
     /// Number of consecutive failed attempts.
     failures: u32,
+    /// Since when every attempt was refused because nothing listened at the address.
+    refused_since: Option<Instant>,
     next: Instant,
     end: Instant,
 }
@@ -106,6 +112,7 @@ impl Recovery {
             up: now,
             short_lived: 0,
             failures: 0,
+            refused_since: None,
             next: now,
             end: now,
         }
@@ -133,6 +140,7 @@ impl Recovery {
             self.short_lived = 0;
         }
         self.failures = 0;
+        self.refused_since = None;
         self.end = now + self.budget();
         self.next = match self.short_lived.checked_sub(MAX_SHORT_LIVED) {
             Some(excess) => now + self.pause(excess, random),
@@ -143,13 +151,27 @@ impl Recovery {
     /// Returns the next action; to be called after every other call, and at the moment that the
     /// last [`Step::Wait`] named.
     pub(crate) fn poll(&self, now: Instant) -> RecoveryStep {
-        if now >= self.end || self.next >= self.end {
+        if now >= self.end || self.next >= self.end || self.has_no_listener(now) {
             RecoveryStep::GiveUp
         } else if now < self.next {
             RecoveryStep::Wait(self.next)
         } else {
             RecoveryStep::Try { until: self.end }
         }
+    }
+
+    /// Returns whether nothing has listened at the address for so long that the server has ended.
+    pub(crate) fn has_no_listener(&self, now: Instant) -> bool {
+        let refused = self.refused_since.zip(self.options.refused_budget);
+        refused.is_some_and(|(since, budget)| now.saturating_duration_since(since) >= budget)
+    }
+
+    /// Records whether the last attempt failed because nothing listened at the address.
+    pub(crate) fn note_refused(&mut self, is_refused: bool, now: Instant) {
+        self.refused_since = match is_refused {
+            true => Some(self.refused_since.unwrap_or(now)),
+            false => None,
+        };
     }
 
     /// Records that an attempt failed with a transient error; `random` is any number.
@@ -206,6 +228,17 @@ pub(crate) fn may_pass(error: &ExecServerError) -> bool {
     }
 }
 
+/// Returns whether nothing listens at the address of the server.
+pub(crate) fn is_refused(error: &ExecServerError) -> bool {
+    use std::io::ErrorKind::{ConnectionRefused, NotFound};
+    match error {
+        ExecServerError::Connect(ConnectError::Io { source, .. }) => {
+            matches!(source.kind(), ConnectionRefused | NotFound)
+        }
+        _ => false,
+    }
+}
+
 /// Returns whether a request of this method may be sent again when the client does not know whether
 /// the server executed the first one.
 pub(crate) fn is_repeatable(method: &str) -> bool {
@@ -252,6 +285,29 @@ mod tests {
                 RecoveryStep::GiveUp => return (tries, now - start),
             }
         }
+    }
+
+    #[test]
+    fn recovery_ends_when_nothing_listens_for_refused_budget() {
+        let options = RecoveryOptions {
+            refused_budget: Some(Duration::from_secs(2)),
+            ..RecoveryOptions::default()
+        };
+        let day = Duration::from_secs(24 * 60 * 60);
+        let (mut recovery, now) = lost(options, Some(day));
+        recovery.note_refused(true, now);
+        recovery.note_refused(true, now + Duration::from_secs(1));
+        assert!(!recovery.has_no_listener(now + Duration::from_secs(1)));
+        assert_eq!(
+            recovery.poll(now + Duration::from_secs(2)),
+            RecoveryStep::GiveUp
+        );
+        // Any other failure shows that something is there.
+        recovery.note_refused(false, now + Duration::from_secs(2));
+        assert_ne!(
+            recovery.poll(now + Duration::from_secs(3)),
+            RecoveryStep::GiveUp
+        );
     }
 
     #[test]

@@ -23,7 +23,7 @@ use crate::dial::{Dial, DialledLink, InitialMessages};
 use crate::error::ExecServerError;
 use crate::options::ExecServerClientConnectOptions;
 use crate::options::millis;
-use crate::recovery::{Recovery, RecoveryStep, may_pass};
+use crate::recovery::{Recovery, RecoveryStep, is_refused, may_pass};
 use crate::route::{ClientRoutes, NotificationDispatch};
 use crate::state::ConnectionState;
 
@@ -436,6 +436,9 @@ impl Reconnector {
                 RecoveryStep::GiveUp => {
                     let budget = self.recovery.budget();
                     break Err(match last {
+                        Some(error) if self.recovery.has_no_listener(now()) => {
+                            format!("{lost}; the server has ended: {}", with_causes(&error))
+                        }
                         Some(error) => format!(
                             "{lost}; cannot resume the session within {budget:?}: {}",
                             with_causes(&error)
@@ -464,6 +467,7 @@ impl Reconnector {
                 }
                 Ok(Err(error)) if may_pass(&error) => {
                     tracing::debug!(%error, "cannot resume yet");
+                    self.recovery.note_refused(is_refused(&error), now());
                     last = Some(error);
                 }
                 Ok(Err(error)) => {
@@ -472,7 +476,7 @@ impl Reconnector {
                         with_causes(&error)
                     ));
                 }
-                Err(_) => {}
+                Err(_) => self.recovery.note_refused(false, now()),
             }
             self.recovery.failed(now(), random());
         };

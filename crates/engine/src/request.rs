@@ -70,6 +70,7 @@ pub fn spec(
         // Without listeners this network has no connection to the outside; the caller adds
         // listeners if it provides one.
         network: params.enforce_managed_network.then(PrivateNetwork::default),
+        list_descendants: params.list_descendants,
     })
 }
 

@@ -24,4 +24,4 @@ mod tree;
 pub use executor::{Executor, ExecutorConfig, ExecutorLimits};
 pub use process::Process;
 pub use spec::{PrivateNetwork, ProcessSpec, PtySize, StartError, Stdio, Timeout};
-pub use tree::descendants_of;
+pub use tree::{descendants_of, start_watcher};

@@ -69,12 +69,15 @@ pub struct Exit {
 }
 
 /// End of a log.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LogEnd {
     /// A descendant still holds the output open.
     pub inherited_output: bool,
     /// Output that arrived too late to be retained, in bytes.
     pub discarded_bytes: u64,
+    /// Descendants that still ran, with their command lines, if the process was started with
+    /// [`ProcessSpec::list_descendants`](crate::ProcessSpec::list_descendants).
+    pub descendants: Vec<(i32, String)>,
 }
 
 /// Content of an entry.
@@ -304,7 +307,7 @@ impl Log {
     /// Appends the close of the log.
     pub fn closed(&mut self, close: LogEnd) {
         debug_assert!(self.close.is_none(), "closed twice");
-        self.close = Some(close);
+        self.close = Some(close.clone());
         self.append(LogEntryKind::Closed(close));
     }
 

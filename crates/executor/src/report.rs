@@ -3,7 +3,7 @@
 
 use exec_server_protocol::process::{
     ClosedParams, Evicted, ExitedParams, PerStream, ProcessUsage, ReadChunk, ReadResult,
-    SnapshotResult, WaitResult,
+    SnapshotResult, Survivor, WaitResult,
 };
 
 use crate::log::{Exit, Log, LogEnd, OutputStream};
@@ -113,5 +113,15 @@ pub fn closed(process_id: &str, seq: u64, close: &LogEnd) -> ClosedParams {
         seq,
         inherited_output: close.inherited_output,
         discarded_bytes: close.discarded_bytes,
+        descendants: survivors(&close.descendants),
     }
+}
+
+/// Converts processes that still run.
+pub fn survivors(processes: &[(i32, String)]) -> Vec<Survivor> {
+    let survivor = |(pid, command): &(i32, String)| Survivor {
+        pid: *pid,
+        command: command.clone(),
+    };
+    processes.iter().map(survivor).collect()
 }

@@ -35,6 +35,8 @@ pub struct ProcessSpec {
     pub sandbox: Option<Sandbox>,
     /// A private network, regardless of the network policy.
     pub network: Option<PrivateNetwork>,
+    /// Whether the end of the log lists the descendants that still run.
+    pub list_descendants: bool,
 }
 
 /// Private network of a process: its only connections to the outside are these listeners, which are

@@ -9,6 +9,7 @@ mod inspector;
 pub(crate) mod table;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -18,6 +19,7 @@ use rustix::process::{Pid, Signal};
 
 use self::inspector::{TaskProgress, inspect};
 use self::table::{ProcessTable, Stat, all_pids};
+use exec_server_sys::watcher::{self, Watcher};
 use exec_server_sys::{probe, rlimit};
 
 /// The resource limit that carries the tag: CPU time of real-time threads. Values around 2^60
@@ -164,6 +166,102 @@ pub(crate) fn adopt_orphans() -> rustix::io::Result<()> {
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
     ADOPTS_ORPHANS.store(true, Ordering::Relaxed);
     Ok(())
+}
+
+/// Whether descendants of a process that has ended and was reaped may still run.
+///
+/// Reads the children of this process only: it adopts the orphans of its processes. Without that, or
+/// without the kernel's list of children, the result is true.
+pub(crate) fn may_have_orphans(tag: TreeTag) -> bool {
+    if !ADOPTS_ORPHANS.load(Ordering::Relaxed) {
+        return true;
+    }
+    let is_ours = |pid: i32| Pid::from_raw(pid).is_some_and(|pid| is_member(pid, tag));
+    probe::children().is_none_or(|children| children.into_iter().any(is_ours))
+}
+
+/// Starts a watcher process: when this program is killed, it ends every process that the program has
+/// started, with all descendants.
+///
+/// # Errors
+///
+/// If the process cannot fork.
+///
+/// # Panics
+///
+/// If this program has more than one thread.
+pub fn start_watcher() -> io::Result<Watcher> {
+    // The watcher must know the tag, which is chosen at first use.
+    TreeTag::of_server();
+    watcher::start(end_all_tagged)
+}
+
+/// Ends every process that has a tag of this program, with all descendants. With `gives_time`, they
+/// have some seconds to end by themselves.
+fn end_all_tagged(gives_time: bool) {
+    /// Time until SIGKILL, for processes that have got SIGTERM.
+    const GRACE: Duration = Duration::from_secs(5);
+    let begin = Instant::now();
+    let mut pause = PAUSES.0;
+    let mut was_empty = false;
+    loop {
+        let found = tagged();
+        if found.is_empty() && was_empty {
+            return;
+        }
+        was_empty = found.is_empty();
+        if !gives_time || begin.elapsed() >= GRACE {
+            // All are stopped before any is killed, so that none starts another one meanwhile, and
+            // none loses the parent that shows its tree.
+            for signal in [Signal::STOP, Signal::KILL] {
+                for &pid in &found {
+                    kill(pid, signal);
+                }
+            }
+        }
+        if begin.elapsed() >= 2 * GRACE {
+            return;
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(PAUSES.1);
+    }
+}
+
+/// The living processes with a tag of this program, and their descendants, without this process.
+fn tagged() -> Vec<i32> {
+    /// More processes than one client starts.
+    const TAGS: u64 = 1 << 20;
+    let first = TreeTag::of_server().0;
+    let tags = first.saturating_sub(TAGS)..=first;
+    let own = rustix::process::getpid().as_raw_nonzero().get();
+    let all: Vec<(i32, Stat)> = all_pids()
+        .filter(|&pid| pid != own)
+        .filter_map(|pid| Some((pid, Stat::of(pid)?)))
+        .collect();
+    let has_tag = |pid: i32| {
+        let limit = rlimit::hard(Pid::from_raw(pid), TAG_RESOURCE);
+        limit.is_ok_and(|limit| tags.contains(&limit))
+    };
+    let mut found: HashSet<i32> = all
+        .iter()
+        .map(|(pid, _)| *pid)
+        .filter(|&pid| has_tag(pid))
+        .collect();
+    loop {
+        let before = found.len();
+        for (pid, stat) in &all {
+            if found.contains(&stat.parent) {
+                found.insert(*pid);
+            }
+        }
+        if found.len() == before {
+            break;
+        }
+    }
+    let living = all
+        .iter()
+        .filter(|(pid, stat)| !stat.ended && found.contains(pid));
+    living.map(|(pid, _)| *pid).collect()
 }
 
 /// Whether this process has the tag.
@@ -546,7 +644,7 @@ mod tests {
             .unwrap();
         let mut up = [0; 3];
         let output = child.stdout.as_mut().unwrap();
-        std::io::Read::read_exact(output, &mut up).unwrap();
+        io::Read::read_exact(output, &mut up).unwrap();
         let descendants = descendants_of(rustix::process::getpid());
         for &pid in &descendants {
             kill(pid.as_raw_nonzero().get(), Signal::KILL);

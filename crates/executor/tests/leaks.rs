@@ -11,7 +11,7 @@ async fn three_hundred_processes_leak_no_descriptor_or_zombie() {
     let count = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let executor = Executor::new(ExecutorConfig::default()).unwrap();
     let first = executor.start(echo(Stdio::default())).await.unwrap();
-    first.wait_for(|log| log.close().copied()).await;
+    first.wait_for(|log| log.close().cloned()).await;
     let before = count();
     let mut kept = Vec::new();
     for n in 0..300 {
@@ -21,7 +21,7 @@ async fn three_hundred_processes_leak_no_descriptor_or_zombie() {
             _ => Stdio::Terminal(PtySize::default()),
         };
         let process = executor.start(echo(stdio)).await.unwrap();
-        process.wait_for(|log| log.close().copied()).await;
+        process.wait_for(|log| log.close().cloned()).await;
         kept.push(process);
     }
     // Terminals and pipes are closed with the log, not with the handle; a supervisor may still be

@@ -467,7 +467,7 @@ async fn daemon_holding_the_pipe_does_not_delay_close() {
     let exit = process.wait_for(|log| log.exit().cloned()).await;
     assert_eq!(exit.code, 0);
     closed(&process).await;
-    let close = process.with_log(|log| *log.close().unwrap());
+    let close = process.with_log(|log| log.close().unwrap().clone());
     assert!(close.inherited_output);
     assert_eq!(text(&process, OutputStream::Stdout), "early\n");
     while process.discarded_bytes() == 0 {

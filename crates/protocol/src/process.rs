@@ -102,6 +102,9 @@ pub struct StartParams {
     /// Whether output is pushed, or only read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delivery: Option<Delivery>,
+    /// Whether `process/closed` lists the descendants that still run then.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub list_descendants: bool,
     /// Idempotency key: a repeated request with the same key gets the response of the first one and
     /// starts nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -512,7 +515,7 @@ pub struct TerminateResult {
     pub survivors: Option<Vec<Survivor>>,
 }
 
-/// A process that still runs after a terminate.
+/// A process that still runs after a terminate, or after the end of the process that started it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Survivor {
     /// Its pid on the executor's machine.
@@ -910,6 +913,9 @@ pub struct ClosedParams {
     /// Bytes discarded so far.
     #[serde(default)]
     pub discarded_bytes: u64,
+    /// With `listDescendants`: the processes that it started and that still run.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub descendants: Vec<Survivor>,
 }
 
 #[cfg(test)]

@@ -1,6 +1,9 @@
 //! `initialize`, `initialized` and `session/*`: lifecycle of a session.
 
-use serde::{Deserialize, Serialize};
+use std::fmt;
+
+use serde::de::{self, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::environment::EnvironmentInfo;
 use crate::method::{Empty, method_types, notifications};
@@ -35,6 +38,41 @@ pub struct InitializeParams {
     pub detach_grace_ms: Option<u64>,
 }
 
+/// Params of [`End`]: absent, `null`, or an object.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EndParams {
+    /// Time from SIGTERM to SIGKILL for processes that still run; without it they get SIGKILL now.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub grace_ms: Option<u64>,
+}
+
+impl<'de> Deserialize<'de> for EndParams {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Fields;
+        impl<'de> Visitor<'de> for Fields {
+            type Value = EndParams;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("no params, null or an object")
+            }
+            fn visit_unit<E: de::Error>(self) -> Result<EndParams, E> {
+                Ok(EndParams::default())
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<EndParams, A::Error> {
+                let mut params = EndParams::default();
+                while let Some(key) = map.next_key::<String>()? {
+                    if key != "graceMs" {
+                        return Err(de::Error::unknown_field(&key, &["graceMs"]));
+                    }
+                    params.grace_ms = map.next_value()?;
+                }
+                Ok(params)
+            }
+        }
+        deserializer.deserialize_any(Fields)
+    }
+}
+
 /// Result of [`Initialize`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -51,4 +89,10 @@ pub struct InitializeResponse {
     /// changes when another client resumes the session.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resume_key: Option<String>,
+    /// Id of the running server; a restarted server has another one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub server_instance: Option<String>,
+    /// When the server was started, in milliseconds since the epoch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub server_started_at_ms: Option<u64>,
 }

@@ -422,7 +422,9 @@ table! {
     }
     Initialize: session::Initialize = "initialize" (session::InitializeParams) -> session::InitializeResponse {
         family: None, scopes: [], changes: Session, repeatable: false,
-        extensions: ["initialize#detachGraceMs", "initialize#resumeKey"],
+        extensions: [
+            "initialize#detachGraceMs", "initialize#resumeKey", "initialize#serverInstance",
+        ],
     }
     ProcessCloseStdin: process::CloseStdin = "process/closeStdin" (process::CloseStdinParams) -> process::WriteResult {
         family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: true,
@@ -453,8 +455,8 @@ table! {
         extensions: [
             "process/closed#inheritedOutput", "process/exited#denials", "process/exited#usage",
             "process/start#delivery", "process/start#enforcement", "process/start#graceMs",
-            "process/start#limits", "process/start#size", "process/start#startId",
-            "process/start#timeoutMs",
+            "process/start#limits", "process/start#listDescendants", "process/start#size",
+            "process/start#startId", "process/start#timeoutMs",
         ],
         =>
         const GUARDED: SafeMembers = STARTING;
@@ -481,9 +483,9 @@ table! {
             process::WriteParams::decode(raw)
         }
     }
-    SessionEnd: session::End = "session/end" (NoParams) -> Empty {
+    SessionEnd: session::End = "session/end" (session::EndParams) -> Empty {
         family: Some("session"), scopes: [], changes: Session, repeatable: true,
-        extensions: ["session/end"],
+        extensions: ["session/end", "session/end#graceMs"],
     }
 }
 

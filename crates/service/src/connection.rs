@@ -587,7 +587,10 @@ pub(crate) async fn serve(
             .server
             .detach(session, &connection.outbox, lifetime);
         if lifetime == SessionLifetime::Connection {
-            connection.server.end_session(session).await;
+            connection
+                .server
+                .end_session(session, Duration::ZERO)
+                .await;
         }
     }
 }

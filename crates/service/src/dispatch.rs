@@ -89,8 +89,8 @@ pub(crate) fn request(
             Err(error) => asked.responder.send_error(error),
         },
         MethodId::SessionEnd => match asked.decode::<session::End>() {
-            Ok(params) => asked.admit::<session::End>(params, |call, phase, _| {
-                methods::session::end(call, phase);
+            Ok(params) => asked.admit::<session::End>(params, |call, phase, params| {
+                methods::session::end(call, phase, params);
             }),
             Err(error) => asked.responder.send_error(error),
         },

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::future::Future;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use exec_server_egress::http::{HttpClient, HttpConfig};
 use exec_server_engine::snapshot::Snapshots;
@@ -44,6 +44,9 @@ pub enum SessionLifetime {
 /// How long closing the files of connections may take when the server shuts down.
 const FILES_GRACE: Duration = Duration::from_secs(2);
 
+/// Longest time that a client can give the processes of a session that it ends.
+const MAX_END_GRACE: Duration = Duration::from_secs(60);
+
 /// A server; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct ExecServer {
@@ -62,6 +65,8 @@ impl Drop for ServedConnection {
 
 #[derive(Debug)]
 struct ServerShared {
+    /// Identifies this run of the server.
+    instance: Instance,
     /// The configuration passed to [`ExecServer::new`]; [`ExecServer::set_limits`] does not change it.
     made_with: ExecServerConfig,
     /// The current configuration.
@@ -89,6 +94,26 @@ struct ServerShared {
     closing: CancellationToken,
     /// Cancelled when the server has shut down.
     ended: CancellationToken,
+}
+
+/// One run of a server: what differs after a restart.
+#[derive(Debug)]
+pub(crate) struct Instance {
+    pub(crate) id: String,
+    /// In milliseconds since the epoch.
+    pub(crate) started_at_ms: u64,
+}
+
+impl Instance {
+    fn new() -> Self {
+        let started = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        Self {
+            id: uuid::Uuid::new_v4().simple().to_string(),
+            started_at_ms: u64::try_from(started.as_millis()).unwrap_or(u64::MAX),
+        }
+    }
 }
 
 /// A connection that may have files open; counted until this is dropped.
@@ -136,6 +161,7 @@ impl ExecServer {
             ..config.http.clone()
         });
         let inner = ServerShared {
+            instance: Instance::new(),
             crowd,
             answers: MemoryBudget::new(config.max_queued_bytes, Overdraft::Refused),
             unfinished: MemoryBudget::new(config.max_incomplete_bytes, Overdraft::ForLargest),
@@ -420,6 +446,11 @@ impl ExecServer {
         Ok((session, grace))
     }
 
+    /// Identifies this run of the server.
+    pub(crate) fn instance(&self) -> &Instance {
+        &self.inner.instance
+    }
+
     /// Resumes a session.
     pub(crate) fn resume(
         &self,
@@ -492,18 +523,19 @@ impl ExecServer {
                 let _ = tokio::time::timeout(grace, session.attended()).await;
             }
             if session.is_still_absent(absence) {
-                server.end_session(&session).await;
+                server.end_session(&session, Duration::ZERO).await;
             }
         });
     }
 
-    /// Ends a session and its processes immediately.
-    pub(crate) async fn end_session(&self, session: &Session) {
+    /// Ends a session and its processes: with SIGTERM and, after `grace`, SIGKILL, or with SIGKILL
+    /// now if `grace` is zero.
+    pub(crate) async fn end_session(&self, session: &Session, grace: Duration) {
         self.inner.sessions.lock().remove(&session.id);
         if let Some(processes) = session.end() {
             let running = processes.len();
             tracing::info!(session = session.id, processes = running, "session ended");
-            process::end_all(&processes, Duration::ZERO).await;
+            process::end_all(&processes, grace.min(MAX_END_GRACE)).await;
         }
     }
 }

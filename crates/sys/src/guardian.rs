@@ -192,7 +192,7 @@ fn child_ends_within(pause: Duration) -> bool {
     }
 }
 
-fn block_all() -> libc::sigset_t {
+pub(crate) fn block_all() -> libc::sigset_t {
     // SAFETY: sigset_t is plain data; both sets are filled before use.
     unsafe {
         let (mut all, mut old): (libc::sigset_t, libc::sigset_t) =
@@ -203,7 +203,7 @@ fn block_all() -> libc::sigset_t {
     }
 }
 
-fn restore(mask: &libc::sigset_t) {
+pub(crate) fn restore(mask: &libc::sigset_t) {
     // SAFETY: `mask` was filled by `block_all`.
     unsafe { libc::sigprocmask(libc::SIG_SETMASK, mask, ptr::null_mut()) };
 }

@@ -1,6 +1,6 @@
 //! System calls that no safe wrapper offers: launching a child without copying this process,
-//! reaping with resource usage, socket options, inherited sockets, the guardian process and
-//! allocator settings.
+//! reaping with resource usage, socket options, inherited sockets, the guardian and
+//! watcher processes, and allocator settings.
 //!
 //! The only crate of the workspace with unsafe code; each block states why it is sound.
 
@@ -17,3 +17,4 @@ pub mod probe;
 pub mod reap;
 pub mod rlimit;
 pub mod socket;
+pub mod watcher;

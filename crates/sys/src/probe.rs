@@ -22,6 +22,17 @@ pub fn ticks_per_second() -> u64 {
         .unwrap_or(100)
 }
 
+/// Returns the children of this process, or `None` if the kernel does not list them.
+pub fn children() -> Option<Vec<i32>> {
+    let mut children = Vec::new();
+    for task in std::fs::read_dir("/proc/self/task").ok()?.flatten() {
+        let listed = std::fs::read_to_string(task.path().join("children")).ok()?;
+        let pids = listed.split_ascii_whitespace();
+        children.extend(pids.filter_map(|pid| pid.parse::<i32>().ok()));
+    }
+    Some(children)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

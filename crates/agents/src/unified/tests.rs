@@ -80,6 +80,7 @@ impl FakeProcess {
             seq: self.next(),
             inherited_output: false,
             discarded_bytes: 0,
+            descendants: Vec::new(),
         });
     }
 

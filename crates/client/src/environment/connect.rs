@@ -91,12 +91,22 @@ pub trait Connect: Send + Sync + fmt::Debug {
         None
     }
 
+    /// Returns the same target with changed options of its sessions; `None` if it has no options
+    /// that can be changed.
+    fn with_options(&self, change: &ChangeOptions<'_>) -> Option<Arc<dyn Connect>> {
+        let _ = change;
+        None
+    }
+
     /// The ssh target, if this is one. Callers that can install the server there, or can prompt on
     /// a terminal, need it for more than connecting.
     fn ssh(&self) -> Option<&SshTarget> {
         None
     }
 }
+
+/// A function that changes the options of a session.
+pub type ChangeOptions<'a> = dyn Fn(&mut ExecServerClientConnectOptions) + 'a;
 
 /// A session and the result of the process start that was requested in it.
 pub type SessionAndStart = (ExecServerClient, Result<StartedProcess, ExecServerError>);
@@ -274,6 +284,12 @@ impl Connect for UrlTarget {
             }
             _ => self.args.url.clone(),
         }
+    }
+
+    fn with_options(&self, change: &ChangeOptions<'_>) -> Option<Arc<dyn Connect>> {
+        let mut changed = self.clone();
+        change(&mut changed.args.options);
+        Some(Arc::new(changed))
     }
 }
 

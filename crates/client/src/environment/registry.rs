@@ -1,11 +1,12 @@
 //! `environments.toml` entries that are reached through a registry.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use exec_server_registry::identity;
 use exec_server_transport::tls::TlsClientOptions;
 
-use super::connect::Connect;
+use super::connect::{ChangeOptions, Connect};
 use crate::client::ExecServerClient;
 use crate::dial::DialError;
 use crate::error::{ExecServerError, Reply};
@@ -54,5 +55,11 @@ impl Connect for RegistryEntry {
 
     fn target(&self) -> String {
         self.url.to_string()
+    }
+
+    fn with_options(&self, change: &ChangeOptions<'_>) -> Option<Arc<dyn Connect>> {
+        let mut changed = self.clone();
+        change(&mut changed.options);
+        Some(Arc::new(changed))
     }
 }

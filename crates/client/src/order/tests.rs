@@ -38,6 +38,7 @@ fn closed(seq: u64) -> ExecProcessEvent {
         seq,
         inherited_output: false,
         discarded_bytes: 0,
+        descendants: Vec::new(),
     }
 }
 

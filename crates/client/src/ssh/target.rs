@@ -1,11 +1,13 @@
 //! `ssh://` as a `Connect` implementation.
 
+use std::sync::Arc;
+
 use exec_server_protocol::PathUri;
 use exec_server_protocol::process::StartParams;
 
 use super::{SshHost, SshOptions};
 use crate::client::ExecServerClient;
-use crate::environment::connect::{Connect, ConnectTime, ENVIRONMENT_CLIENT_NAME, SessionAndStart};
+use crate::environment::connect::{ChangeOptions, Connect, ConnectTime, ENVIRONMENT_CLIENT_NAME, SessionAndStart};
 use crate::error::Reply;
 use crate::map::PathMap;
 use crate::options::ExecServerClientConnectOptions;
@@ -69,6 +71,12 @@ impl Connect for SshTarget {
 
     fn map(&self) -> Option<&PathMap> {
         self.map.as_ref()
+    }
+
+    fn with_options(&self, change: &ChangeOptions<'_>) -> Option<Arc<dyn Connect>> {
+        let mut changed = self.clone();
+        change(&mut changed.options);
+        Some(Arc::new(changed))
     }
 
     fn ssh(&self) -> Option<&SshTarget> {

@@ -42,12 +42,14 @@ async fn every_listed_extension_works(on: Transport) {
         "{names:?}"
     );
     for name in &names {
-        // Ends the session, so it comes last.
-        if *name != "session/end" {
+        // They end the session, so they come last.
+        if !name.starts_with("session/end") {
             probe(&mut client, name).await;
         }
     }
     probe(&mut client, "session/end").await;
+    client.initialize(json!({"clientName": "test"})).await;
+    probe(&mut client, "session/end#graceMs").await;
 }
 
 async fn probe(client: &mut WireClient, name: &str) {
@@ -61,6 +63,24 @@ async fn probe(client: &mut WireClient, name: &str) {
             Value::Null => assert_eq!(client.session["detachGraceMs"], 0),
             key => assert_eq!(key.as_str().unwrap().len(), 32),
         },
+        "initialize#serverInstance" => {
+            assert_eq!(client.session["serverInstance"].as_str().unwrap().len(), 32);
+            assert!(client.session["serverStartedAtMs"].as_u64().unwrap() > 1_700_000_000_000);
+        }
+        "session/end#graceMs" => {
+            let directory = tempfile::tempdir().unwrap();
+            let file = directory.path().join("said");
+            let file = file.to_str().unwrap();
+            let script = format!(
+                "trap 'echo bye > {file}; exit' TERM; echo up; \
+                                  while :; do sleep 0.02; done"
+            );
+            client.start(here(&script)).await;
+            client.wrote(&id, "stdout", "up").await;
+            let ended = client.ok("session/end", json!({"graceMs": 60_000})).await;
+            assert_eq!(ended, json!({}));
+            assert_eq!(std::fs::read_to_string(file).unwrap(), "bye\n");
+        }
         "session/end" => assert_eq!(client.ok(name, Value::Null).await, json!({})),
         name if name.starts_with("fs/getMetadata#")
             || name.starts_with("fs/open#")
@@ -215,6 +235,13 @@ async fn probe(client: &mut WireClient, name: &str) {
         "process/start#delivery" => {
             let seen = client.run(here("echo x").with("delivery", "pull")).await;
             assert!(seen.output.is_empty(), "{seen:?}");
+        }
+        "process/start#listDescendants" => {
+            let script = "sleep 600 >/dev/null 2>&1 & until pgrep -P $$ sleep; do :; done";
+            let start = here(script).with("listDescendants", true);
+            let closed = client.run(start).await.closed.clone().unwrap();
+            assert_eq!(closed["descendants"][0]["command"], "sleep 600", "{closed}");
+            assert!(closed["descendants"][0]["pid"].is_i64(), "{closed}");
         }
         "process/start#limits" => {
             let limits = json!({"openFiles": 77});

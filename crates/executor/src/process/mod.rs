@@ -85,6 +85,8 @@ struct ProcessShared {
     discarded: AtomicU64,
     /// Control groups that enforce the limits of the tree.
     groups: Mutex<Vec<ControlGroup>>,
+    /// Whether the end of the log lists the descendants that still run.
+    list_descendants: bool,
 }
 
 /// Listeners in a process's own network, in the order of the request.
@@ -476,6 +478,20 @@ impl Drop for OutputWatch {
 }
 
 impl ProcessShared {
+    /// The descendants that still run after the process itself has ended, with their command lines.
+    async fn descendants(&self) -> Vec<(i32, String)> {
+        let tag = self.leader.tag;
+        // What runs in a PID namespace of its own ends with the first process of that namespace.
+        if self.inside.is_some() || !blocking(move || tree::may_have_orphans(tag)).await {
+            return Vec::new();
+        }
+        let members = Trees::of([&self.leader]).without_strays().members().await;
+        let name = |pid: Pid| (pid.as_raw_nonzero().get(), tree::command_of(pid));
+        // A process without a command line is about to end.
+        let is_running = |(_, command): &(i32, String)| !command.starts_with('[');
+        blocking(move || members.into_iter().map(name).filter(is_running).collect()).await
+    }
+
     /// Signals the process group, unless its leader was reaped and the number may mean another
     /// group.
     fn signal_group(&self, signal: Signal) {

@@ -87,9 +87,11 @@ pub(crate) async fn start(
 ) -> Result<Process, StartError> {
     let retention = spec.retention.unwrap_or(executor.limits().retention);
     let timeout = spec.timeout;
+    let list_descendants = spec.list_descendants;
     let inner = executor.clone();
     let running = super::blocking(move || launch_child(&inner, &spec)).await?;
-    adopt(executor, slot, running, retention, timeout).map_err(|source| StartError::System {
+    let ends = (timeout, list_descendants);
+    adopt(executor, slot, running, retention, ends).map_err(|source| StartError::System {
         action: "watch the new process",
         source,
     })
@@ -320,7 +322,7 @@ fn adopt(
     slot: ProcessSlot,
     running: RunningChild,
     retention: Retention,
-    timeout: Option<Timeout>,
+    (timeout, list_descendants): (Option<Timeout>, bool),
 ) -> io::Result<Process> {
     let RunningChild {
         mut child,
@@ -404,6 +406,7 @@ fn adopt(
         orders: Mutex::new(SupervisorRequests::default()),
         discarded: AtomicU64::new(0),
         groups: Mutex::new(applied.groups),
+        list_descendants,
     });
     let pidfd = child.pidfd.take().ok_or(io::ErrorKind::NotFound)?;
     let pidfd = poll::register(pidfd, Interest::READABLE)?;

@@ -346,7 +346,7 @@ impl Supervisor {
             let retained = output.log.retained();
             exit.denials = denial::classify(facts, exit.code, exit.signal, retained);
         }
-        if self.sources.is_empty() {
+        if self.sources.is_empty() && !self.shared.list_descendants {
             // Append both entries under one lock: a follower receives them together.
             self.release_files();
             self.shared.append(|log| {
@@ -404,9 +404,14 @@ impl Supervisor {
         if !self.shared.is_closed() {
             self.release_files();
             let inherited_output = !self.sources.is_empty();
+            let descendants = match self.shared.list_descendants {
+                true => self.shared.descendants().await,
+                false => Vec::new(),
+            };
             let close = LogEnd {
                 inherited_output,
                 discarded_bytes: 0,
+                descendants,
             };
             self.shared.append(|log| log.closed(close));
         }

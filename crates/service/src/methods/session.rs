@@ -1,9 +1,10 @@
 //! Implementation of `initialize` and `session/*`.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use exec_server_protocol::method::Empty;
-use exec_server_protocol::session::{InitializeParams, InitializeResponse};
+use exec_server_protocol::session::{EndParams, InitializeParams, InitializeResponse};
 
 use crate::ApiError;
 use crate::connection::{Connection, HandshakePhase, RequestResponder};
@@ -49,6 +50,8 @@ pub(crate) fn initialize(
         environment_info: None,
         detach_grace_ms: Some(u64::try_from(grace).unwrap_or(u64::MAX)),
         resume_key: connection.is_resumable().then(|| session.resume_key()),
+        server_instance: Some(server.instance().id.clone()),
+        server_started_at_ms: Some(server.instance().started_at_ms),
     };
     let info = server.info_text();
     responder.send_result(info.len() + 256, |out| {
@@ -66,7 +69,7 @@ pub(crate) fn initialize(
 }
 
 /// Ends the session now; the connection may initialize again.
-pub(crate) fn end(call: CheckedRequest<'_>, phase: &mut HandshakePhase) {
+pub(crate) fn end(call: CheckedRequest<'_>, phase: &mut HandshakePhase, params: EndParams) {
     *phase = HandshakePhase::New;
     call.connection.requests.cancel_all();
     call.connection.searches.cancel();
@@ -75,7 +78,10 @@ pub(crate) fn end(call: CheckedRequest<'_>, phase: &mut HandshakePhase) {
     let server = call.connection.server.clone();
     // This task does not end with the connection: the session is ended in any case.
     tokio::spawn(async move {
-        server.end_session(&Arc::clone(&session)).await;
+        let grace = params
+            .grace_ms
+            .map_or(Duration::ZERO, Duration::from_millis);
+        server.end_session(&Arc::clone(&session), grace).await;
         responder.send(Ok(Empty {}));
     });
 }
