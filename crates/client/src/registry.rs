@@ -19,12 +19,14 @@
 //! # }
 //! ```
 
+use std::sync::Arc;
+
 use exec_server_registry::RegistryDialOptions;
 use futures_util::future::BoxFuture;
 
 use crate::client::ExecServerClient;
 use crate::dial::{Dial, DialledLink};
-use crate::environment::connect::Connect;
+use crate::environment::connect::{ChangeOptions, Connect};
 use crate::error::{ExecServerError, Reply};
 use crate::options::ExecServerClientConnectOptions;
 
@@ -127,6 +129,14 @@ impl RegistryTarget {
         let dial = RegistryDial::new(args)?;
         Ok(Self { dial, options })
     }
+
+    /// Returns the same target with changed options of its sessions.
+    #[must_use]
+    pub fn changed(&self, change: &ChangeOptions<'_>) -> Self {
+        let mut changed = self.clone();
+        change(&mut changed.options);
+        changed
+    }
 }
 
 impl Connect for RegistryTarget {
@@ -139,6 +149,10 @@ impl Connect for RegistryTarget {
 
     fn target(&self) -> String {
         self.dial.url().to_string()
+    }
+
+    fn with_options(&self, change: &ChangeOptions<'_>) -> Option<Arc<dyn Connect>> {
+        Some(Arc::new(self.changed(change)))
     }
 }
 

@@ -587,10 +587,7 @@ pub(crate) async fn serve(
             .server
             .detach(session, &connection.outbox, lifetime);
         if lifetime == SessionLifetime::Connection {
-            connection
-                .server
-                .end_session(session, Duration::ZERO)
-                .await;
+            connection.server.end_session(session, Duration::ZERO).await;
         }
     }
 }

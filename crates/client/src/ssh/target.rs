@@ -7,7 +7,9 @@ use exec_server_protocol::process::StartParams;
 
 use super::{SshHost, SshOptions};
 use crate::client::ExecServerClient;
-use crate::environment::connect::{ChangeOptions, Connect, ConnectTime, ENVIRONMENT_CLIENT_NAME, SessionAndStart};
+use crate::environment::connect::{
+    ChangeOptions, Connect, ConnectTime, ENVIRONMENT_CLIENT_NAME, SessionAndStart,
+};
 use crate::error::Reply;
 use crate::map::PathMap;
 use crate::options::ExecServerClientConnectOptions;

@@ -187,7 +187,13 @@ Exit codes:
   124  the command was still running at the end of --timeout
   125  exec-server itself failed
   126  the command cannot be executed
-  127  the command was not found", machine_note!())
+  127  the command was not found
+  129  ~. was typed
+  141  the reader of the output has closed it, as `head` does
+
+On a terminal, at the beginning of a line (after Enter): ~. ends the command and
+this program, also without a connection; ~? lists the escape sequences; ~~ sends
+~. Without a terminal, a second ^C within 5 s ends both.", machine_note!())
     )]
     Run(RunArgs),
     /// List the processes of a server, of all its sessions
@@ -1479,8 +1485,49 @@ pub(super) struct RunArgs {
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     pub(super) timeout: Option<Duration>,
 
+    /// Keep the command running for this time without a connection, as in `30s` or `24h`
+    ///
+    /// After a lost connection this program reconnects for as long. The server may keep it for less.
+    #[arg(
+        long,
+        value_name = "TIME",
+        value_parser = parse_duration,
+        default_value = "24h",
+        hide_short_help = true
+    )]
+    pub(super) keep_alive: Duration,
+
+    /// Keep processes running that the command started and that outlive it
+    ///
+    /// Without it they are ended with the command, and named. A server ends them at last when the time
+    /// of --keep-alive is over.
+    #[arg(long, hide_short_help = true)]
+    pub(super) leave_running: bool,
+
+    /// Connect the command's standard input to /dev/null
+    #[arg(short = 'n', long, conflicts_with = "tty")]
+    pub(super) no_input: bool,
+
+    /// Print output and exit as JSON lines on standard output; without a terminal
+    #[arg(long, conflicts_with = "tty", hide_short_help = true)]
+    pub(super) json: bool,
+
+    /// Show where the command runs
+    #[arg(long, short = 'v', conflicts_with = "quiet", hide_short_help = true)]
+    pub(super) verbose: bool,
+
+    /// Print errors only, no notices
+    #[arg(long, short = 'q', hide_short_help = true)]
+    pub(super) quiet: bool,
+
     /// Run this program with these arguments; no shell interprets them
-    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
+    ///
+    /// Without it, --on and --url open a login shell.
+    #[arg(
+        required_unless_present_any = ["on", "url"],
+        trailing_var_arg = true,
+        value_name = "COMMAND"
+    )]
     pub(super) command: Vec<String>,
 
     #[command(flatten)]

@@ -3,6 +3,7 @@
 //! Every line begins with the program's name. Text of other machines cannot control the terminal.
 
 use std::fmt;
+use std::io::{self, Write as _};
 
 use exec_server_client::ExecServerError;
 use exec_server_client::registry::RegistryConnectError;
@@ -11,18 +12,29 @@ use exec_server_transport::ConnectError;
 
 use super::registry;
 use super::table::visible;
+use super::terminal;
 
 /// Prints what went wrong, and what to do about it where that is known.
 pub(super) fn report(error: &anyhow::Error) {
     notice(&message(error));
     if let Some(hint) = hint(error) {
-        eprintln!("\nhint: {}", visible_lines(&hint));
+        let _ = writeln!(io::stderr(), "\nhint: {}", visible_lines(&hint));
     }
 }
 
 /// Prints a line, or several, for the person at the terminal.
 pub(super) fn notice(text: &str) {
-    eprintln!("exec-server: {}", visible_lines(text));
+    // Nobody may read standard error any more.
+    let _ = io::stderr().write_all(notice_text(text).as_bytes());
+}
+
+/// A notice as it is printed; in the terminal's raw mode with carriage returns.
+pub(super) fn notice_text(text: &str) -> String {
+    let text = format!("exec-server: {}\n", visible_lines(text));
+    match terminal::is_raw() {
+        true => text.replace('\n', "\r\n"),
+        false => text,
+    }
 }
 
 /// The whole message of an error, in place of those of its causes.
@@ -177,6 +189,11 @@ pub(super) fn of_connecting(
         None if environment.is_empty() => error,
         None => error.context(format!("environment `{name}`")),
     }
+}
+
+/// An error with this text in place of its own and those of its causes.
+pub(super) fn explained(error: anyhow::Error, text: &str) -> anyhow::Error {
+    error.context(Explanation(text.to_owned()))
 }
 
 /// How to give a token for a URL.

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail};
 #[cfg(feature = "mcp")]
 use exec_server_client::environment::Environment;
-use exec_server_client::environment::connect::{AddressError, Connect, SessionAndStart, from_url};
+use exec_server_client::environment::connect::{
+    AddressError, ChangeOptions, Connect, SessionAndStart, from_url,
+};
 use exec_server_client::environment::{
     ConfiguredEnvironments, EnvironmentList, LOCAL, URL_VARIABLE,
 };
@@ -36,7 +38,7 @@ pub(super) enum CommandLocation {
 }
 
 /// Another machine, or a server on this one.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct RemoteMachine {
     /// The environment, or the URL.
     pub(super) name: String,
@@ -87,6 +89,13 @@ impl RemoteMachine {
             directory,
             token: None,
         })
+    }
+
+    /// Changes the options of its sessions, where they can be changed.
+    pub(super) fn change_options(&mut self, change: &ChangeOptions<'_>) {
+        if let Some(changed) = self.connect.with_options(change) {
+            self.connect = changed;
+        }
     }
 
     /// Opens a session, and finds out how its paths are to be taken.

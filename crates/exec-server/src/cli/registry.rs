@@ -1,7 +1,9 @@
 //! `--url registry://…`: environments behind a registry.
 
+use std::sync::Arc;
+
 use anyhow::Context as _;
-use exec_server_client::environment::connect::Connect;
+use exec_server_client::environment::connect::{ChangeOptions, Connect};
 use exec_server_client::registry::{
     KeyTrust, KnownEnvironments, Proxies, RegistryAuth, RegistryConnectArgs, RegistryConnectError,
     RegistryTarget, RegistryUrl,
@@ -15,7 +17,7 @@ use super::error::notice;
 use super::settings::{STATE_VARIABLE, state_directory, variable};
 
 /// A registry environment that prints the key it trusts at first use.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct AnnouncedTarget {
     inner: RegistryTarget,
     url: RegistryUrl,
@@ -54,6 +56,12 @@ impl Connect for AnnouncedTarget {
 
     fn target(&self) -> String {
         self.inner.target()
+    }
+
+    fn with_options(&self, change: &ChangeOptions<'_>) -> Option<Arc<dyn Connect>> {
+        let mut changed = self.clone();
+        changed.inner = self.inner.changed(change);
+        Some(Arc::new(changed))
     }
 }
 

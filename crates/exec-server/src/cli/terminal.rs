@@ -1,6 +1,7 @@
 //! This program's own terminal: its size, and its raw mode while a command has it.
 
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use exec_server_protocol::process::TerminalSize;
 use rustix::fs::FileType;
@@ -34,6 +35,19 @@ pub(super) fn is_input_null() -> bool {
     is_device && input.st_rdev == null.st_rdev
 }
 
+/// Whether the terminal is in raw mode: then a new line needs a carriage return.
+static IS_RAW: AtomicBool = AtomicBool::new(false);
+
+/// Whether the terminal is in raw mode.
+pub(super) fn is_raw() -> bool {
+    IS_RAW.load(Ordering::Relaxed)
+}
+
+/// Rings the bell of the terminal.
+pub(super) fn ring() {
+    let _ = rustix::io::write(rustix::stdio::stderr(), b"\x07");
+}
+
 /// Raw mode on standard input, until dropped: every key goes to the command.
 pub(super) struct RawMode(Termios);
 
@@ -48,12 +62,15 @@ impl RawMode {
         let mut raw = before.clone();
         raw.make_raw();
         termios::tcsetattr(stdin, OptionalActions::Drain, &raw)?;
+        IS_RAW.store(true, Ordering::Relaxed);
         Ok(Some(Self(before)))
     }
 }
 
 impl Drop for RawMode {
     fn drop(&mut self) {
-        let _ = termios::tcsetattr(rustix::stdio::stdin(), OptionalActions::Drain, &self.0);
+        // Without waiting for output, which the terminal may have stopped.
+        let _ = termios::tcsetattr(rustix::stdio::stdin(), OptionalActions::Now, &self.0);
+        IS_RAW.store(false, Ordering::Relaxed);
     }
 }

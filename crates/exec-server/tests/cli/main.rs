@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
+mod attend;
 mod environments;
 mod examples;
 mod messages;
@@ -212,11 +213,17 @@ async fn run_reports_why_a_command_did_not_start() {
     );
 }
 
-#[test]
-fn run_ends_when_its_output_is_closed() {
-    let script = format!("{BINARY} run -- yes | head -1; echo ${{PIPESTATUS[0]}}");
-    let output = Command::new("bash").args(["-c", &script]).output().unwrap();
-    assert_eq!(text(&output.stdout), "y\n0\n");
+#[tokio::test]
+async fn run_ends_with_141_when_its_output_is_closed() {
+    let (_server, targets) = targets().await;
+    for url in &targets {
+        let url = url
+            .as_deref()
+            .map_or(String::new(), |url| format!("--url {url}"));
+        let script = format!("{BINARY} run {url} -- yes | head -1; echo ${{PIPESTATUS[0]}}");
+        let output = Command::new("bash").args(["-c", &script]).output().unwrap();
+        assert_eq!(text(&output.stdout), "y\n141\n", "{url}");
+    }
 }
 
 #[tokio::test]

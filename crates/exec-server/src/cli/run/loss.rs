@@ -1,0 +1,140 @@
+//! Lost connections of a running command: notices, and why a command was lost for good.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, SystemTime};
+
+use exec_server_client::{ConnectionState, ExecServerClient};
+use exec_server_sync::Mutex;
+
+use super::super::error;
+use super::super::on::RemoteMachine;
+use super::super::table::age;
+use super::super::terminal;
+use super::say;
+
+/// State of the connection, for other threads and for explanations.
+#[derive(Debug)]
+pub(super) struct ConnectionLosses {
+    is_connected: Arc<AtomicBool>,
+    /// When the connection was lost the last time, by the clock that goes on while a machine sleeps.
+    lost_at: Mutex<Option<SystemTime>>,
+}
+
+impl ConnectionLosses {
+    pub(super) fn new() -> Self {
+        Self {
+            is_connected: Arc::new(AtomicBool::new(true)),
+            lost_at: Mutex::default(),
+        }
+    }
+
+    /// False while the connection is lost.
+    pub(super) fn is_connected(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.is_connected)
+    }
+
+    /// Prints when the connection is lost and when it is back; a final loss is an event of the
+    /// command.
+    pub(super) async fn watch(self: Arc<Self>, client: ExecServerClient) {
+        let mut states = client.states();
+        let kept = client.detach_grace().unwrap_or_default();
+        // The client must end when its other users have dropped it.
+        drop(client);
+        // The first is how things are.
+        states.recv().await;
+        while let Some(state) = states.recv().await {
+            match state {
+                ConnectionState::Recovering => {
+                    self.is_connected.store(false, Ordering::Relaxed);
+                    *self.lost_at.lock() = Some(SystemTime::now());
+                    let way_out = match terminal::is_raw() {
+                        true => "^C twice, or Enter and ~., ends this program",
+                        false => "^C ends this program",
+                    };
+                    let kept = age(kept.as_secs());
+                    say(&format!(
+                        "connection lost, reconnecting for up to {kept}; {way_out}"
+                    ));
+                }
+                ConnectionState::Connected => {
+                    self.is_connected.store(true, Ordering::Relaxed);
+                    say("session resumed");
+                }
+                ConnectionState::Failed(_) => {}
+            }
+        }
+    }
+
+    /// Explains an error after which the command cannot be followed: when and why it was ended, if the
+    /// server does not know its session any more.
+    pub(super) async fn explained(
+        &self,
+        error: anyhow::Error,
+        there: &RemoteMachine,
+        client: &ExecServerClient,
+    ) -> anyhow::Error {
+        /// How long the server may take to answer; without an answer only the times count.
+        const LIMIT: Duration = Duration::from_secs(5);
+        if !error::message(&error).contains("unknown session") {
+            return error;
+        }
+        let asked = tokio::time::timeout(LIMIT, there.connect()).await;
+        let now = asked.ok().and_then(Result::ok);
+        let restarted = now.as_ref().and_then(|now| {
+            let (before, after) = (client.server_instance()?, now.server_instance()?);
+            (before.id != after.id).then_some(after.started_at)
+        });
+        if let Some(now) = now {
+            let _ = tokio::time::timeout(LIMIT, now.leave()).await;
+        }
+        let away = self.lost_at.lock().and_then(|at| at.elapsed().ok());
+        let kept = client.detach_grace().unwrap_or_default();
+        error::explained(error, &reason(restarted, away, kept))
+    }
+}
+
+/// Why a server does not know a session any more. `restarted` is set if the server was restarted, with
+/// the time if it is known.
+fn reason(restarted: Option<Option<SystemTime>>, away: Option<Duration>, kept: Duration) -> String {
+    let ago = |duration: Duration| format!("{} ago", age(duration.as_secs()));
+    let lost = away.map(ago).unwrap_or_else(|| "before".to_owned());
+    if let Some(started) = restarted {
+        let when = started.and_then(|at| at.elapsed().ok());
+        let when = when.map(|since| format!(" {}", ago(since)));
+        let when = when.unwrap_or_default();
+        return format!(
+            "the command was ended: the server was restarted{when}, while the connection was lost"
+        );
+    }
+    match away {
+        Some(away) if away >= kept => format!(
+            "the command was ended {}: the connection was lost {lost}, and the server keeps a \
+             command without a connection for {} (--keep-alive, and the server's maximum)",
+            ago(away.saturating_sub(kept)),
+            age(kept.as_secs())
+        ),
+        _ => format!(
+            "the command was ended while the connection was lost, which was {lost}: its session was \
+             ended at the server, or taken over by another client"
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reason_names_restart_and_expiry() {
+        let second = Duration::from_secs;
+        let started = SystemTime::now() - second(130);
+        let restart = reason(Some(Some(started)), Some(second(200)), second(86_400));
+        assert!(restart.contains("the server was restarted 2m"), "{restart}");
+        let expiry = reason(None, Some(second(90)), second(30));
+        assert!(expiry.contains("ended 1m"), "{expiry}");
+        assert!(expiry.contains("for 30s"), "{expiry}");
+        let other = reason(None, Some(second(5)), second(30));
+        assert!(other.contains("its session was ended"), "{other}");
+    }
+}

@@ -1,0 +1,615 @@
+//! `exec-server run`: a command somewhere, as if it ran in this terminal.
+
+mod attend;
+mod input;
+mod loss;
+mod output;
+
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use exec_server_client::executor::{Executor, ExecutorConfig};
+use exec_server_client::map::MappedBackend;
+use exec_server_client::{
+    ConnectionState, ExecBackend, ExecProcess, ExecServerClient, ExecServerError, LocalBackend,
+};
+use exec_server_executor::start_watcher;
+use exec_server_protocol::environment::Status;
+use exec_server_protocol::process::{EnvPolicy, Inherit, StartParams, Survivor, TerminateMode};
+use exec_server_protocol::{NoParams, PathUri};
+use exec_server_sys::watcher::Watcher;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tokio_util::task::AbortOnDropHandle;
+
+use self::attend::{CommandSignals, CommandStreams, RunEnd, STOP_GRACE, attend};
+use self::loss::ConnectionLosses;
+use super::args::RunArgs;
+use super::error;
+use super::network::{TerminalDecider, TypedKeys};
+use super::table::visible;
+use super::{network, on, runtime, sandbox, settings, terminal};
+
+/// Exit codes of our own, as `timeout`, `docker run` and shells have them.
+const TIMED_OUT: u8 = 124;
+const OUR_FAILURE: u8 = 125;
+const NOT_EXECUTABLE: u8 = 126;
+const NOT_FOUND: u8 = 127;
+
+/// Time for the last requests of a program that ends before its command. A signal ends this program
+/// within 300 ms.
+const FAREWELL: Duration = Duration::from_millis(200);
+
+/// How long to try to reconnect while nothing listens at the address of the server: long enough to
+/// restart a service.
+const REFUSED_BUDGET: Duration = Duration::from_secs(60);
+
+/// Set by --quiet.
+static IS_QUIET: AtomicBool = AtomicBool::new(false);
+
+/// Prints a line for the person at the terminal, without waiting for a reader of standard error.
+fn say(text: &str) {
+    if IS_QUIET.load(Ordering::Relaxed) {
+        return;
+    }
+    let line = error::notice_text(text);
+    let stderr = rustix::stdio::stderr();
+    let mut files = [PollFd::from_borrowed_fd(stderr, PollFlags::OUT)];
+    let write = move || drop(std::io::stderr().write_all(line.as_bytes()));
+    match poll(&mut files, Some(&Timespec::default())) {
+        // A line is shorter than what a pipe that can be written takes at once.
+        Ok(1..) => write(),
+        _ => drop(std::thread::spawn(write)),
+    }
+}
+
+pub(super) fn run(args: RunArgs) -> ExitCode {
+    let command = args.command.clone();
+    match prepared(args) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            error::report(&error);
+            let code = failure_code(&error);
+            if code == NOT_FOUND
+                && let Some(advice) = shell_advice(&command)
+            {
+                eprintln!("\nhint: {advice}");
+            }
+            ExitCode::from(code)
+        }
+    }
+}
+
+/// Starts what must be started before any thread, and runs the command.
+fn prepared(args: RunArgs) -> anyhow::Result<u8> {
+    IS_QUIET.store(args.quiet, Ordering::Relaxed);
+    let mut resolved = on::resolve(&args.server)?;
+    let watcher = match &mut resolved {
+        // Without a watcher the command is ended as far as this program can.
+        on::CommandLocation::Here => start_watcher().ok(),
+        on::CommandLocation::There(there) => {
+            there.change_options(&|options| {
+                options.detach_grace = Some(args.keep_alive);
+                options.recovery.refused_budget = Some(REFUSED_BUDGET);
+            });
+            None
+        }
+    };
+    let runtime = runtime()?;
+    let outcome = runtime.block_on(execute(&args, resolved, watcher));
+    // The process ends now. Taking everything apart takes its time, and would end processes that are
+    // to be left running or to have time to end.
+    std::mem::forget(runtime);
+    outcome
+}
+
+/// The exit code for something that kept the command from running.
+fn failure_code(error: &anyhow::Error) -> u8 {
+    // The server distinguishes these by text only, which ends with the system's error.
+    match error.downcast_ref::<ExecServerError>() {
+        Some(ExecServerError::Server { message, .. }) if message.starts_with("cannot execute") => {
+            if message.ends_with("(os error 2)") {
+                NOT_FOUND
+            } else {
+                NOT_EXECUTABLE
+            }
+        }
+        _ => OUR_FAILURE,
+    }
+}
+
+/// What to type instead of a command line that only a shell understands.
+///
+/// A program that was not found is one if its name has spaces or characters that mean something to a
+/// shell, or is a command that only shells have.
+fn shell_advice(command: &[String]) -> Option<String> {
+    const BUILTINS: [&str; 12] = [
+        ".", "alias", "cd", "eval", "exec", "exit", "export", "set", "source", "ulimit", "umask",
+        "unset",
+    ];
+    let program = command.first()?;
+    let for_shell = |c: char| c.is_whitespace() || "|&;<>()$*?#~`'\"=".contains(c);
+    if !program.contains(for_shell) && !BUILTINS.contains(&program.as_str()) {
+        return None;
+    }
+    let line = visible(&command.join(" "));
+    let line = line.replace('\'', "'\\''");
+    Some(format!(
+        "`run` starts programs without a shell; with one: exec-server run -- sh -c '{line}'"
+    ))
+}
+
+/// Where the command runs.
+enum RunLocation {
+    Here(LocalBackend),
+    There {
+        client: ExecServerClient,
+        backend: Arc<dyn ExecBackend>,
+        /// Paths are those of this machine.
+        mapped: bool,
+        /// Where commands run unless they say otherwise.
+        directory: Option<PathBuf>,
+    },
+}
+
+impl RunLocation {
+    fn backend(&self) -> &dyn ExecBackend {
+        match self {
+            Self::Here(backend) => backend,
+            Self::There { backend, .. } => &**backend,
+        }
+    }
+
+    fn is_here(&self) -> bool {
+        matches!(self, Self::Here(_))
+    }
+
+    /// The login shell of the machine's user.
+    async fn login_shell(&self) -> anyhow::Result<Vec<String>> {
+        let Self::There { client, .. } = self else {
+            bail!("no command given; for a shell here: exec-server run -- bash");
+        };
+        let info = client.environment_info().await?;
+        Ok(vec![info.shell.path.clone(), "-l".to_owned()])
+    }
+
+    /// With --verbose, says where the command runs and how long it is kept.
+    async fn introduce(&self, args: &RunArgs, process: &dyn ExecProcess) {
+        if !args.verbose {
+            return;
+        }
+        let id = visible(process.process_id());
+        let Self::There { client, .. } = self else {
+            return say(&format!("{id} runs on this machine"));
+        };
+        let version = client.environment_info().await.ok();
+        let version = version.and_then(|info| info.executor_version.clone());
+        let kept = client.detach_grace().unwrap_or_default().as_secs();
+        say(&format!(
+            "{id} runs in session {} of exec-server {}; without a connection it is kept for {}",
+            client.session_id(),
+            visible(&version.unwrap_or_else(|| "of unknown version".to_owned())),
+            super::table::age(kept)
+        ));
+    }
+
+    /// At the target of the options, or else on this machine.
+    async fn new(place: on::CommandLocation) -> anyhow::Result<Self> {
+        let on::CommandLocation::There(there) = place else {
+            let config = ExecutorConfig {
+                environment: settings::environment(),
+                ..ExecutorConfig::default()
+            };
+            let executor = Executor::new(config)?;
+            // As on a server: then what a command leaves running is found.
+            executor.adopt_orphans().context("cannot adopt orphans")?;
+            return Ok(Self::Here(LocalBackend::new(executor)));
+        };
+        let on::ReachedSession {
+            client,
+            map,
+            directory,
+        } = there.reach().await?;
+        let mapped = map.is_some();
+        let backend: Arc<dyn ExecBackend> = match map {
+            Some(map) => Arc::new(MappedBackend::new(Arc::new(client.clone()), map)),
+            None => Arc::new(client.clone()),
+        };
+        Ok(Self::There {
+            client,
+            backend,
+            mapped,
+            directory,
+        })
+    }
+}
+
+async fn execute(
+    args: &RunArgs,
+    resolved: on::CommandLocation,
+    watcher: Option<Watcher>,
+) -> anyhow::Result<u8> {
+    let tty = !args.json && (args.tty || (!args.no_tty && terminal::is_interactive()));
+    let keys = Arc::new(TypedKeys::default());
+    // Before the start, so that none is missed; they are for the command from then on.
+    let mut signals = CommandSignals::new()?;
+    let there = match &resolved {
+        on::CommandLocation::There(there) => Some(there.clone()),
+        on::CommandLocation::Here => None,
+    };
+    let begun = {
+        let beginning = begin(args, resolved, tty, &keys);
+        tokio::pin!(beginning);
+        tokio::select! {
+            begun = &mut beginning => begun,
+            code = signals.end() => {
+                // The command may have been started already: then it is ended.
+                if let Ok(Ok(begun)) = tokio::time::timeout(FAREWELL / 2, &mut beginning).await {
+                    let grace = Some(STOP_GRACE);
+                    end_early(&begun.place, begun.process, watcher, grace).await;
+                }
+                return Ok(code);
+            }
+        }
+    };
+    let StartedCommand {
+        place,
+        process,
+        feeds,
+    } = match begun {
+        Ok(begun) => begun,
+        Err(error) => {
+            dismiss(watcher);
+            return Err(error);
+        }
+    };
+    place.introduce(args, &*process).await;
+    let raw = if tty {
+        terminal::RawMode::enter()?
+    } else {
+        None
+    };
+    let losses = Arc::new(ConnectionLosses::new());
+    let states = match &place {
+        RunLocation::There { client, .. } => {
+            let watching = Arc::clone(&losses).watch(client.clone());
+            Some(AbortOnDropHandle::new(tokio::spawn(watching)))
+        }
+        RunLocation::Here(_) => None,
+    };
+    let streams = CommandStreams {
+        tty,
+        feeds,
+        json: args.json,
+    };
+    let is_connected = losses.is_connected();
+    let outcome = attend(
+        Arc::clone(&process),
+        &mut signals,
+        streams,
+        keys,
+        is_connected,
+    )
+    .await;
+    drop(raw);
+    // A connection that is lost after the command has ended concerns the command no longer.
+    drop(states);
+    match outcome {
+        Ok(RunEnd::Client { code, grace }) => {
+            end_early(&place, process, watcher, grace).await;
+            Ok(code)
+        }
+        Ok(RunEnd::Command { code, descendants }) => {
+            end(args, &place, process, (code, &descendants)).await;
+            dismiss(watcher);
+            std::mem::forget(place);
+            Ok(code)
+        }
+        Err(error) => {
+            dismiss(watcher);
+            let Some((there, RunLocation::There { client, .. })) = there.as_ref().zip(Some(&place))
+            else {
+                return Err(error);
+            };
+            Err(losses.explained(error, there, client).await)
+        }
+    }
+}
+
+fn dismiss(watcher: Option<Watcher>) {
+    if let Some(watcher) = watcher {
+        watcher.dismiss();
+    }
+}
+
+/// Ends what is left after the command has ended.
+async fn end(
+    args: &RunArgs,
+    place: &RunLocation,
+    process: Arc<dyn ExecProcess>,
+    (code, descendants): (u8, &[Survivor]),
+) {
+    if let RunLocation::There { client, .. } = place
+        && code >= 129
+        && let Some(reason) = server_stop(client).await
+    {
+        say(&format!("{reason}, which ended the command"));
+        return;
+    }
+    name_descendants(descendants, args.leave_running);
+    match place {
+        _ if args.leave_running && !descendants.is_empty() => std::mem::forget(process),
+        RunLocation::Here(_) if descendants.is_empty() => {}
+        RunLocation::Here(_) => drop(process.terminate(TerminateMode::Force, true).await),
+        // Processes that the command left running end here, as with a terminal.
+        RunLocation::There { client, .. } => drop(client.leave().await),
+    }
+}
+
+/// Says what the command left running, and what becomes of it.
+fn name_descendants(descendants: &[Survivor], stay: bool) {
+    /// Processes that are named; the others are counted.
+    const NAMED: usize = 5;
+    for Survivor { pid, command } in descendants.iter().take(NAMED) {
+        let command = visible(command);
+        say(&match stay {
+            true => format!("`{command}` (pid {pid}) is left running"),
+            false => format!(
+                "`{command}` (pid {pid}) was left running and is ended with the command; \
+                 --leave-running keeps it"
+            ),
+        });
+    }
+    if let Some(more @ 1..) = descendants.len().checked_sub(NAMED) {
+        say(&format!("and {more} more processes"));
+    }
+}
+
+/// Ends the command because this program ends first: with SIGTERM and this time, or with SIGKILL.
+async fn end_early(
+    place: &RunLocation,
+    process: Arc<dyn ExecProcess>,
+    watcher: Option<Watcher>,
+    grace: Option<Duration>,
+) {
+    match place {
+        RunLocation::Here(_) => {
+            if let (Some(watcher), Some(_)) = (&watcher, grace) {
+                let timeout_ms = u64::try_from(STOP_GRACE.as_millis()).unwrap_or(u64::MAX);
+                let mode = TerminateMode::Graceful { timeout_ms };
+                let _ = tokio::time::timeout(FAREWELL, process.terminate(mode, false)).await;
+                watcher.give_time();
+                // The watcher ends what is left. Dropping the handle would end it now.
+                std::mem::forget(process);
+                return;
+            }
+            let ended = process.terminate(TerminateMode::Force, true);
+            let _ = tokio::time::timeout(FAREWELL, ended).await;
+        }
+        RunLocation::There { client, .. } => {
+            let leaving = async {
+                let left = match grace {
+                    Some(grace) => client.leave_with_grace(grace).await,
+                    None => client.leave().await,
+                };
+                match left {
+                    Err(ExecServerError::Unsupported(_)) => {
+                        process.terminate(TerminateMode::Force, false).await.is_ok()
+                    }
+                    left => left.is_ok(),
+                }
+            };
+            if !tokio::time::timeout(FAREWELL, leaving)
+                .await
+                .unwrap_or(false)
+            {
+                let id = visible(process.process_id());
+                let kept = client.detach_grace().unwrap_or_default().as_secs();
+                say(&format!(
+                    "the server could not be told to end the command, which it keeps for {}; \
+                     `exec-server kill {id}` ends it",
+                    super::table::age(kept)
+                ));
+            }
+        }
+    }
+    std::mem::forget(process);
+}
+
+/// Why a command may have been ended by its server; `None` if it runs as usual.
+async fn server_stop(client: &ExecServerClient) -> Option<&'static str> {
+    /// How long the server may take to answer; without an answer nothing is printed.
+    const LIMIT: Duration = Duration::from_secs(1);
+    let mut states = client.states();
+    let lost = async { while let Some(ConnectionState::Connected) = states.recv().await {} };
+    let asked = async {
+        tokio::select! {
+            status = client.call::<Status>(&NoParams) => match status {
+                Ok(status) => status.draining.then_some("the server is shutting down"),
+                Err(_) => None,
+            },
+            () = lost => Some("the server closed the connection"),
+        }
+    };
+    tokio::time::timeout(LIMIT, asked).await.ok().flatten()
+}
+
+/// A command that was started.
+struct StartedCommand {
+    place: RunLocation,
+    process: Arc<dyn ExecProcess>,
+    /// Our input is to be passed on.
+    feeds: bool,
+}
+
+/// Starts the command.
+async fn begin(
+    args: &RunArgs,
+    resolved: on::CommandLocation,
+    tty: bool,
+    keys: &Arc<TypedKeys>,
+) -> anyhow::Result<StartedCommand> {
+    if let on::CommandLocation::There(there) = &resolved
+        && !args.network.net_ask
+        && !args.command.is_empty()
+        && let Some((cwd, said)) = there.known_directory(args.cwd.as_deref())
+    {
+        return begin_at_once(args, there, &cwd, said, tty).await;
+    }
+    let place = RunLocation::new(resolved).await?;
+    let mut params = params(args, &cwd(args, &place).await?, tty, place.is_here())?;
+    if params.argv.is_empty() {
+        params.argv = place.login_shell().await?;
+    }
+    let feeds = params.pipe_stdin;
+    let started = if args.network.net_ask {
+        let asker = Arc::new(TerminalDecider::new(Arc::clone(keys))?);
+        let backend = place.backend();
+        backend
+            .start_with_network_policy_decider(params, asker)
+            .await?
+    } else {
+        place.backend().start(params).await?
+    };
+    Ok(StartedCommand {
+        place,
+        process: started.process,
+        feeds,
+    })
+}
+
+/// The same with the first words to a machine, where all that it takes is known; unless it was `said`
+/// where the command is to run, that is only expected.
+async fn begin_at_once(
+    args: &RunArgs,
+    there: &on::RemoteMachine,
+    cwd: &Path,
+    said: bool,
+    tty: bool,
+) -> anyhow::Result<StartedCommand> {
+    let mut params = params(args, cwd, tty, false)?;
+    let (feeds, expected) = (params.pipe_stdin, params.cwd.clone());
+    let (client, mut started) = there.start(params.clone()).await?;
+    let real = client.environment_info().await.ok();
+    let real = real.and_then(|info| info.cwd.clone());
+    if let Some(real) = real.filter(|real| !said && *real != expected) {
+        match &started {
+            Ok(_) => say(&format!(
+                "the command runs in {expected}; later ones will run in {real}"
+            )),
+            Err(_) => {
+                params.cwd = real;
+                started = client.start(params).await;
+            }
+        }
+    }
+    let process = started?.process;
+    let place = RunLocation::There {
+        backend: Arc::new(client.clone()),
+        client,
+        mapped: false,
+        directory: None,
+    };
+    Ok(StartedCommand {
+        place,
+        process,
+        feeds,
+    })
+}
+
+/// Where the command is to run.
+async fn cwd(args: &RunArgs, place: &RunLocation) -> anyhow::Result<PathBuf> {
+    let at_home = |home: PathBuf, cwd: &Path| match cwd.strip_prefix("~") {
+        Ok(below) => home.join(below),
+        Err(_) => home.join(cwd),
+    };
+    Ok(match (&args.cwd, place) {
+        (Some(cwd), RunLocation::Here(_) | RunLocation::There { mapped: true, .. }) => {
+            match settings::variable("HOME") {
+                Some(home) if cwd.starts_with("~") => at_home(home.into(), cwd),
+                _ => std::path::absolute(cwd)?,
+            }
+        }
+        (Some(cwd), RunLocation::There { .. }) if cwd.is_absolute() => cwd.clone(),
+        (Some(cwd), RunLocation::There { client, .. }) => {
+            let info = client.environment_info().await.ok();
+            let home = info.and_then(|info| info.user_home_dir.as_ref()?.to_native().ok());
+            let Some(home) = home else {
+                bail!(
+                    "this server does not report its home directory; --cwd must be an absolute \
+                     path, not `{}`",
+                    cwd.display()
+                );
+            };
+            at_home(home, cwd)
+        }
+        (None, RunLocation::Here(_) | RunLocation::There { mapped: true, .. }) => {
+            std::env::current_dir().context("no working directory")?
+        }
+        (
+            None,
+            RunLocation::There {
+                client, directory, ..
+            },
+        ) => match directory {
+            Some(directory) => directory.clone(),
+            None => {
+                let info = client.environment_info().await.ok();
+                let cwd = info.and_then(|info| info.cwd.as_ref()?.to_native().ok());
+                cwd.unwrap_or_else(|| PathBuf::from("/"))
+            }
+        },
+    })
+}
+
+/// Variables of the terminal and its language that a command on a terminal gets, as with ssh.
+const TERMINAL_VARIABLES: [&str; 5] = ["TERM", "COLORTERM", "LANG", "LC_ALL", "LC_CTYPE"];
+
+fn params(args: &RunArgs, cwd: &Path, tty: bool, is_here: bool) -> anyhow::Result<StartParams> {
+    let mut env = BTreeMap::new();
+    // A command on this machine has them anyway.
+    for name in TERMINAL_VARIABLES.into_iter().filter(|_| tty && !is_here) {
+        if let Some(value) = settings::variable(name).filter(|value| !value.is_empty()) {
+            env.insert(name.to_owned(), value);
+        }
+    }
+    for setting in &args.env {
+        let (name, value) = match setting.split_once('=') {
+            Some((name, value)) => (name, value.to_owned()),
+            None => match std::env::var(setting) {
+                Ok(value) => (setting.as_str(), value),
+                Err(_) => bail!("--env {setting}: the variable is not set here"),
+            },
+        };
+        if name.is_empty() {
+            bail!("--env {setting}: the name is empty");
+        }
+        env.insert(name.to_owned(), value);
+    }
+    let sandbox = sandbox::of(&args.sandbox, cwd)?;
+    let network_proxy = network::of(&args.network);
+    Ok(StartParams {
+        sandbox,
+        enforce_managed_network: network_proxy.is_some(),
+        network_proxy,
+        process_id: format!("run-{}", std::process::id()),
+        argv: args.command.clone(),
+        cwd: PathUri::from_native(cwd)?,
+        env,
+        env_policy: Some(EnvPolicy::unfiltered(Inherit::All)),
+        tty,
+        // Where nothing comes from here, nothing has to be sent.
+        pipe_stdin: tty || !(args.no_input || terminal::is_input_null()),
+        list_descendants: true,
+        size: tty.then(terminal::size).flatten(),
+        timeout_ms: args
+            .timeout
+            .map(|limit| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX)),
+        ..StartParams::default()
+    })
+}
