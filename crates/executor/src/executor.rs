@@ -14,6 +14,9 @@ use std::time::Duration;
 
 use exec_server_protocol::fs::FsRequest;
 use exec_server_protocol::sandbox::Sandbox;
+use exec_server_sandbox::host::HostFeatures;
+use exec_server_sandbox::placeholder::{self, PlaceholderRetention};
+use exec_server_sandbox::{ForkRequest, Launcher, PendingLaunch, SandboxError};
 use exec_server_sync::{Mutex, MutexGuard, RwLock};
 use rustix::process::Pid;
 use tokio::io::Interest;
@@ -25,11 +28,9 @@ use crate::fs::{self, FsError};
 use crate::limits;
 use crate::log::{OutputMeter, Retention};
 use crate::process::{self, Process};
+use crate::sandbox;
 use crate::sandbox::files::{FileIntent, PolicyFiles};
-use crate::sandbox::host::HostFeatures;
-use crate::sandbox::placeholder::{self, PlaceholderRetention};
 use crate::sandbox::pool::HelperPool;
-use crate::sandbox::{self, Launcher, PendingLaunch};
 use crate::spec::{ProcessSpec, StartError};
 use exec_server_sys::reap::{self, ReapedChild};
 use exec_server_sys::{child_ends, poll};
@@ -64,7 +65,7 @@ pub struct ExecutorConfig {
     /// The environment that policies start from: usually this program's own.
     pub environment: BTreeMap<String, String>,
     /// Path of an `exec-server` executable that launches sandboxes. May be this program's own path
-    /// if its `main` begins with [`crate::sandbox::launcher::dispatch`].
+    /// if its `main` begins with [`crate::sandbox::dispatch`].
     pub launcher: Option<PathBuf>,
     /// Files and directories that are hidden in every sandbox with a restricted view: keys, tokens.
     pub hidden: Vec<PathBuf>,
@@ -172,7 +173,7 @@ impl Executor {
     /// When `/dev/null` cannot be opened.
     pub fn new(config: ExecutorConfig) -> io::Result<Self> {
         let null = File::options().read(true).write(true).open("/dev/null")?;
-        let launcher = Launcher::new(config.launcher.as_deref());
+        let launcher = Launcher::new(config.launcher.as_deref(), sandbox::server_tag());
         Ok(Self {
             inner: Arc::new(ExecutorShared {
                 limits: RwLock::new(config.limits),
@@ -343,12 +344,12 @@ impl Executor {
     }
 
     /// Starts a file helper process.
-    pub(crate) fn launch_helper(&self, errand: &PendingLaunch) -> Result<OwnedFd, StartError> {
-        let path = self.inner.launcher.path()?;
+    pub(crate) fn launch_helper(&self, errand: &PendingLaunch) -> Result<OwnedFd, SandboxError> {
+        self.inner.launcher.path()?;
         let null = self.null();
         // A forked launcher is identified by its pid, which must not be reaped meanwhile.
         let _shared = self.inner.starting.read();
-        let request = sandbox::ForkRequest {
+        let request = ForkRequest {
             streams: [null; 3],
             errand,
             limits: &[],
@@ -359,8 +360,8 @@ impl Executor {
             .inner
             .launcher
             .fork(null, &request)
-            .or_else(|_| sandbox::launch_alone(path, null, errand));
-        let (_, pidfd) = launched.map_err(|source| StartError::System {
+            .or_else(|_| self.inner.launcher.launch_alone(null, errand));
+        let (_, pidfd) = launched.map_err(|source| SandboxError::System {
             action: "execute the sandbox launcher",
             source,
         })?;
@@ -375,6 +376,12 @@ impl Executor {
     ///
     /// When there is no launcher, or it cannot be run.
     pub fn sandbox_host(&self) -> Result<&HostFeatures, StartError> {
+        let host = self.launcher_host();
+        host.map_err(|error| StartError::of_sandbox(error, &ProcessSpec::default()))
+    }
+
+    /// As [`Executor::sandbox_host`], with the error of the sandbox.
+    pub(crate) fn launcher_host(&self) -> Result<&HostFeatures, SandboxError> {
         let _shared = self.inner.starting.read();
         self.inner.launcher.host(&self.inner.null)
     }

@@ -8,6 +8,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use exec_server_protocol::sandbox::Sandbox;
+pub use exec_server_sandbox::PrivateNetwork;
+use exec_server_sandbox::SandboxError;
 
 use crate::limits::{LimitError, ProcessLimits};
 use crate::log::Retention;
@@ -37,18 +39,6 @@ pub struct ProcessSpec {
     pub network: Option<PrivateNetwork>,
     /// Whether the end of the log lists the descendants that still run.
     pub list_descendants: bool,
-}
-
-/// Private network of a process: its only connections to the outside are these listeners, which are
-/// created inside it and returned to the caller when the process is started.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct PrivateNetwork {
-    /// TCP ports to listen on, on its loopback interface.
-    pub tcp: Vec<u16>,
-    /// UDP ports to bind, on its loopback interface.
-    pub udp: Vec<u16>,
-    /// Whether it may use visible unix sockets, which lead out of the network.
-    pub unix_sockets: bool,
 }
 
 /// Kind of a child's standard streams.
@@ -149,6 +139,24 @@ pub(crate) struct PreparedSpec {
     pub(crate) argv: Vec<CString>,
     pub(crate) env: Vec<CString>,
     pub(crate) cwd: CString,
+}
+
+impl StartError {
+    /// Describes an error of a sandbox with the values of the spec.
+    pub(crate) fn of_sandbox(error: SandboxError, spec: &ProcessSpec) -> Self {
+        match error {
+            SandboxError::Refused(reason) => Self::Refused(reason),
+            SandboxError::WorkingDirectory(source) => Self::WorkingDirectory {
+                path: spec.cwd.clone(),
+                source,
+            },
+            SandboxError::Program(source) => Self::Program {
+                program: spec.argv.first().cloned().unwrap_or_default(),
+                source,
+            },
+            SandboxError::System { action, source } => Self::System { action, source },
+        }
+    }
 }
 
 impl PreparedSpec {

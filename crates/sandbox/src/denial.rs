@@ -8,15 +8,15 @@ use exec_server_protocol::sandbox::{Denial, DenialKind};
 
 /// Properties of a sandbox that determine which errors it can cause.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct DenialFacts {
+pub struct DenialFacts {
     /// Whether anything is enforced.
-    pub(crate) confined: bool,
+    pub confined: bool,
     /// Whether some paths are not writable.
-    pub(crate) read_only: bool,
+    pub read_only: bool,
     /// Whether some paths are not accessible at all.
-    pub(crate) refuses_access: bool,
+    pub refuses_access: bool,
     /// Whether the network is blocked.
-    pub(crate) network: bool,
+    pub network: bool,
 }
 
 /// Error texts, in lower case.
@@ -38,7 +38,7 @@ const MAX_LINE: usize = 4096;
 
 /// Returns what the sandbox denied, as far as the output of a failed command shows; `None` if there
 /// is no sign of a denial.
-pub(crate) fn classify<'a>(
+pub fn classify<'a>(
     facts: DenialFacts,
     code: i32,
     signal: Option<i32>,

@@ -21,7 +21,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::OnceLock;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
@@ -39,12 +39,12 @@ use super::plan::{
     SystemText,
 };
 use super::standby::{self, LauncherSetup, SpareLaunchers};
-use super::{OrderFile, helper, view};
+use super::{OrderFile, view};
 use exec_server_sys::confine::{self, ForkSide, OneThread};
 use exec_server_sys::reap::ResourceUsage;
 
 /// First argument that makes an executable a launcher.
-pub(crate) const ARGUMENT: &CStr = c"--exec-server-sandbox-launcher";
+pub const ARGUMENT: &CStr = c"--exec-server-sandbox-launcher";
 
 /// Descriptors of the order and of the socket for reports.
 pub(super) const ORDER_FD: i32 = 3;
@@ -65,8 +65,12 @@ const NAME: &CStr = c"exec-server";
 /// Exit status of a launcher that fails; the report contains the reason.
 const FAILED: c_int = 125;
 
-/// Whether this program called [`dispatch`], so that it can be a launcher.
-static DISPATCHES: AtomicBool = AtomicBool::new(false);
+/// Serves file requests on a socket, in a process that is confined already; gets the paths of the
+/// mounts in its view.
+pub type RequestLoop = fn(&OwnedFd, &[SystemText]) -> !;
+
+/// Set if this program called [`dispatch`], so that it can be a launcher.
+static REQUEST_LOOP: OnceLock<RequestLoop> = OnceLock::new();
 
 /// Order of a launcher: what it must do.
 #[derive(Debug, Serialize, Deserialize)]
@@ -176,9 +180,10 @@ pub(crate) fn failed(
 /// Runs the launcher if this program was started as one; returns `None` otherwise.
 ///
 /// Call it at the beginning of `main`, before any thread is started. A program that calls it can
-/// start sandboxed processes with its own executable.
-pub fn dispatch() -> Option<ExitCode> {
-    DISPATCHES.store(true, Ordering::Relaxed);
+/// start sandboxed processes with its own executable. `serve` is run by launchers whose order is to
+/// serve file requests.
+pub fn dispatch(serve: RequestLoop) -> Option<ExitCode> {
+    let _ = REQUEST_LOOP.set(serve);
     let asked = std::env::args_os()
         .nth(1)
         .is_some_and(|argument| argument.as_bytes() == ARGUMENT.to_bytes());
@@ -193,7 +198,7 @@ pub fn dispatch() -> Option<ExitCode> {
 
 /// Returns whether [`dispatch`] was called in this program.
 pub(crate) fn is_dispatched() -> bool {
-    DISPATCHES.load(Ordering::Relaxed)
+    REQUEST_LOOP.get().is_some()
 }
 
 fn run(token: OneThread) -> ! {
@@ -514,7 +519,10 @@ fn serve(confinement: &Confinement, socket: &OwnedFd, report: OwnedFd) -> ! {
     drop(report);
     let mounts = confinement.namespaces.iter().flat_map(|view| &view.mounts);
     let laid: Vec<SystemText> = mounts.map(|mount| mount.path.clone()).collect();
-    helper::serve(socket, &laid)
+    match REQUEST_LOOP.get() {
+        Some(serve) => serve(socket, &laid),
+        None => confine::exit(FAILED),
+    }
 }
 
 /// Final message of the first process, sent after the command and all other processes of the

@@ -9,20 +9,19 @@
 //! A policy that cannot be enforced completely is refused, unless the request allows partial
 //! enforcement; the response then lists what is missing.
 
-pub(crate) mod denial;
-pub mod files;
+pub mod denial;
+mod error;
 mod glob;
-mod helper;
 pub mod host;
 pub mod launcher;
-pub(crate) mod placeholder;
+pub mod placeholder;
 pub mod plan;
 pub mod policy;
-pub(crate) mod pool;
 pub mod seccomp;
 mod standby;
 mod view;
 
+use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, OsStr};
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -49,12 +48,13 @@ use self::launcher::{LaunchFailure, LaunchOrder, LaunchReport, LaunchStep};
 use self::placeholder::{HoldResult, Placeholder};
 use self::plan::{Confinement, NamespaceBase, SandboxPlan, SandboxedCommand};
 use self::policy::{Disk as _, PathType, PolicyDirectories, RealDisk, ResolvedPolicy};
-pub(crate) use self::standby::ForkRequest;
 use self::standby::Standby;
-use crate::spec::{PreparedSpec, PrivateNetwork, ProcessSpec, StartError};
-use crate::tree::{TAG_RESOURCE, TreeTag};
 use exec_server_sys::launch::{Launch, launch};
 use exec_server_sys::reap::ResourceUsage;
+
+pub use self::error::SandboxError;
+pub use self::plan::PrivateNetwork;
+pub use self::standby::ForkRequest;
 
 /// Processes of a sandbox besides the command: the launcher and the first process of its
 /// namespaces.
@@ -62,19 +62,19 @@ const OWN_PROCESSES: u64 = 2;
 
 /// Prepared confinement of a command, with what to report about it.
 #[derive(Debug)]
-pub(crate) struct PreparedSandbox {
+pub struct PreparedSandbox {
     confinement: Confinement,
     /// The enforcement that is reported to the client.
-    pub(crate) enforcement: EnforcementReport,
+    pub enforcement: EnforcementReport,
     /// Properties of the sandbox that denial detection uses.
-    pub(crate) facts: DenialFacts,
+    pub facts: DenialFacts,
     /// Held until the command has ended.
-    pub(crate) placeholders: Vec<Placeholder>,
+    pub placeholders: Vec<Placeholder>,
 }
 
 impl PreparedSandbox {
     /// Returns a sandbox that restricts nothing.
-    pub(crate) fn open() -> Self {
+    pub fn open() -> Self {
         Self {
             confinement: Confinement::default(),
             enforcement: EnforcementReport {
@@ -88,13 +88,13 @@ impl PreparedSandbox {
     }
 
     /// Returns whether this sandbox restricts nothing.
-    pub(crate) fn is_open(&self) -> bool {
+    pub fn is_open(&self) -> bool {
         self.confinement == Confinement::default()
     }
 
     /// Returns whether the command runs in new namespaces, and thus in a separate session and
     /// process group.
-    pub(crate) fn has_namespaces(&self) -> bool {
+    pub fn has_namespaces(&self) -> bool {
         self.confinement.namespaces.is_some()
     }
 
@@ -104,7 +104,7 @@ impl PreparedSandbox {
     }
 
     /// Returns the number of processes that count against limits but do not belong to the command.
-    pub(crate) fn own_processes(&self) -> u64 {
+    pub fn own_processes(&self) -> u64 {
         if self.has_namespaces() {
             OWN_PROCESSES
         } else {
@@ -116,30 +116,38 @@ impl PreparedSandbox {
 /// Decides how to enforce a policy on this machine, and creates the placeholders that it needs.
 ///
 /// Reads the disk, so it must not run on an async worker.
-pub(crate) fn prepare(
+///
+/// # Errors
+///
+/// If the policy is not valid, or this machine cannot enforce it.
+pub fn prepare(
     sandbox: &Sandbox,
-    spec: &ProcessSpec,
+    env: &BTreeMap<String, String>,
+    network: Option<&PrivateNetwork>,
     host: &HostFeatures,
     hidden: &[PathBuf],
-) -> Result<PreparedSandbox, StartError> {
-    let refused = |error: &dyn std::fmt::Display| StartError::Refused(error.to_string());
+) -> Result<PreparedSandbox, SandboxError> {
+    let refused = |error: &dyn std::fmt::Display| SandboxError::Refused(error.to_string());
     let disk = RealDisk;
     let context = PolicyDirectories {
-        env: &spec.env,
+        env,
         disk: &disk,
         hidden,
         reads_only: false,
     };
     let policy = policy::resolve(sandbox, &context).map_err(|error| refused(&error))?;
-    let network = spec.network.as_ref();
     confine(policy, sandbox.allow_partial_enforcement, host, network)
 }
 
 /// Decides how to give a command a private network, without other restrictions.
-pub(crate) fn prepare_network(
+///
+/// # Errors
+///
+/// If this machine cannot create one.
+pub fn prepare_network(
     network: &PrivateNetwork,
     host: &HostFeatures,
-) -> Result<PreparedSandbox, StartError> {
+) -> Result<PreparedSandbox, SandboxError> {
     let policy = ResolvedPolicy {
         view: None,
         network: NetworkPermission::Enabled,
@@ -148,13 +156,17 @@ pub(crate) fn prepare_network(
 }
 
 /// Decides how to enforce a resolved policy, and creates the placeholders that it needs.
-fn confine(
+///
+/// # Errors
+///
+/// If this machine cannot enforce it.
+pub fn confine(
     mut policy: ResolvedPolicy,
     allow_partial: bool,
     host: &HostFeatures,
     network: Option<&PrivateNetwork>,
-) -> Result<PreparedSandbox, StartError> {
-    let refused = |error: &dyn std::fmt::Display| StartError::Refused(error.to_string());
+) -> Result<PreparedSandbox, SandboxError> {
+    let refused = |error: &dyn std::fmt::Display| SandboxError::Refused(error.to_string());
     let disk = RealDisk;
     let mut placeholders = Vec::new();
     let root = rustix::process::geteuid().is_root();
@@ -176,7 +188,7 @@ fn confine(
                     let message = format!(
                         "failed to prepare process sandbox: cannot protect `{path}`: {error}"
                     );
-                    return Err(StartError::Refused(message));
+                    return Err(SandboxError::Refused(message));
                 }
             }
         }
@@ -212,8 +224,22 @@ fn confine(
     })
 }
 
+/// A program to execute, as the kernel takes it.
+#[derive(Debug, Clone, Copy)]
+pub struct Program<'a> {
+    /// Paths to execute, in order, until one exists.
+    pub candidates: &'a [CString],
+    /// Arguments, with the name of the program.
+    pub argv: &'a [CString],
+    /// The complete environment.
+    pub env: &'a [CString],
+    /// Working directory.
+    pub cwd: &'a CStr,
+}
+
 /// Order for a launcher, with the socket on which its reports arrive.
-pub(crate) struct PendingLaunch {
+#[derive(Debug)]
+pub struct PendingLaunch {
     order: OwnedFd,
     theirs: OwnedFd,
     ours: OwnedFd,
@@ -225,11 +251,11 @@ pub(crate) struct PendingLaunch {
 
 /// Process of a sandboxed command, identified in the server's PID namespace.
 #[derive(Debug)]
-pub(crate) struct SandboxedChild {
+pub struct SandboxedChild {
     /// Leader of a separate session and process group.
-    pub(crate) pid: Pid,
+    pub pid: Pid,
     /// Still refers to this process if its pid is used again.
-    pub(crate) pidfd: OwnedFd,
+    pub pidfd: OwnedFd,
 }
 
 impl PendingLaunch {
@@ -257,7 +283,7 @@ impl PendingLaunch {
     }
 
     /// Creates an order to serve file requests, and the server's end of the socket for them.
-    pub(crate) fn serve(prison: &PreparedSandbox) -> io::Result<(OwnedFd, Self)> {
+    pub fn serve(prison: &PreparedSandbox) -> io::Result<(OwnedFd, Self)> {
         let mut errand = Self::new(&LaunchOrder::Serve(Box::new(prison.confinement.clone())))?;
         let (ours, theirs) = rustix::net::socketpair(
             AddressFamily::UNIX,
@@ -271,9 +297,9 @@ impl PendingLaunch {
     }
 
     /// Creates an order to run a command.
-    pub(crate) fn run(
+    pub fn run(
         prison: &PreparedSandbox,
-        prepared: &PreparedSpec,
+        program: &Program<'_>,
         limits: &[(u32, u64)],
         terminal: bool,
     ) -> io::Result<Self> {
@@ -284,10 +310,10 @@ impl PendingLaunch {
         }
         let errand = Self::new(&LaunchOrder::Run(Box::new(SandboxPlan {
             command: SandboxedCommand {
-                candidates: texts(&prepared.candidates),
-                argv: texts(&prepared.argv),
-                env: texts(&prepared.env),
-                cwd: prepared.cwd.to_bytes().to_vec(),
+                candidates: texts(program.candidates),
+                argv: texts(program.argv),
+                env: texts(program.env),
+                cwd: program.cwd.to_bytes().to_vec(),
                 limits,
                 terminal: terminal && prison.has_namespaces(),
             },
@@ -300,7 +326,7 @@ impl PendingLaunch {
     }
 
     /// Returns the descriptors that the launcher expects, in order.
-    pub(crate) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+    pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         let work = self.work.as_ref().map(OwnedFd::as_fd);
         [self.order.as_fd(), self.theirs.as_fd()]
             .into_iter()
@@ -309,8 +335,8 @@ impl PendingLaunch {
     }
 
     /// Waits until a process that serves file requests is ready. Blocks.
-    pub(crate) fn wait_served(self) -> Result<(), StartError> {
-        self.wait(&ProcessSpec::default()).map(drop)
+    pub fn wait_served(self) -> Result<(), SandboxError> {
+        self.wait().map(drop)
     }
 
     /// Waits until the command runs. Blocks.
@@ -318,7 +344,7 @@ impl PendingLaunch {
     /// # Errors
     ///
     /// The failure that prevented the start. The launcher has ended then, or is about to end.
-    pub(crate) fn wait(self, spec: &ProcessSpec) -> Result<StartedLaunch, StartError> {
+    pub fn wait(self) -> Result<StartedLaunch, SandboxError> {
         let Self {
             theirs,
             ours,
@@ -337,7 +363,7 @@ impl PendingLaunch {
                     files,
                 })) => match report {
                     LaunchReport::Started => started = Some(from),
-                    LaunchReport::Failed(failure) => return Err(explain(failure, spec)),
+                    LaunchReport::Failed(failure) => return Err(explain(failure)),
                     LaunchReport::Listening => listeners = files,
                     LaunchReport::Host(_) => {}
                 },
@@ -349,13 +375,13 @@ impl PendingLaunch {
                         listeners,
                         ledger,
                     });
-                    return begun.ok_or_else(|| StartError::System {
+                    return begun.ok_or_else(|| SandboxError::System {
                         action: "start a sandboxed process",
                         source: ended(),
                     });
                 }
                 Err(source) => {
-                    return Err(StartError::System {
+                    return Err(SandboxError::System {
                         action: "listen to the sandbox launcher",
                         source,
                     });
@@ -366,25 +392,27 @@ impl PendingLaunch {
 }
 
 /// Result of a successful start by a launcher.
-pub(crate) struct StartedLaunch {
+#[derive(Debug)]
+pub struct StartedLaunch {
     /// Pid of the command in the server's PID namespace.
-    pub(crate) leader: Option<Pid>,
+    pub leader: Option<Pid>,
     /// Listeners in the command's network namespace, in the order of the plan.
-    pub(crate) listeners: Vec<OwnedFd>,
-    pub(crate) ledger: OrderFile,
+    pub listeners: Vec<OwnedFd>,
+    /// File with the resource usage of the command after its end.
+    pub ledger: OrderFile,
 }
 
 /// File that contains the order, and later the resource usage of the command. The launcher
 /// overwrites the order with the usage after the command has ended.
 #[derive(Debug)]
-pub(crate) struct OrderFile(OwnedFd);
+pub struct OrderFile(OwnedFd);
 
 impl OrderFile {
     /// Larger than any encoded usage.
     const MAX_BYTES: usize = 64;
 
     /// Returns the usage; `None` if the launcher ended before it wrote it.
-    pub(crate) fn usage(&self) -> Option<ResourceUsage> {
+    pub fn usage(&self) -> Option<ResourceUsage> {
         let mut bytes = [0; Self::MAX_BYTES];
         let read = rustix::io::pread(&self.0, &mut bytes, 0).ok()?;
         postcard::from_bytes(&bytes[..read]).ok()
@@ -453,17 +481,11 @@ fn receive(socket: &OwnedFd) -> io::Result<Option<ReceivedReport>> {
     }
 }
 
-fn explain(failure: LaunchFailure, spec: &ProcessSpec) -> StartError {
+fn explain(failure: LaunchFailure) -> SandboxError {
     let source = io::Error::from_raw_os_error(failure.errno);
     match failure.step {
-        LaunchStep::Directory => StartError::WorkingDirectory {
-            path: spec.cwd.clone(),
-            source,
-        },
-        LaunchStep::Execute => StartError::Program {
-            program: spec.argv.first().cloned().unwrap_or_default(),
-            source,
-        },
+        LaunchStep::Directory => SandboxError::WorkingDirectory(source),
+        LaunchStep::Execute => SandboxError::Program(source),
         step => {
             let path = Path::new(OsStr::from_bytes(&failure.path)).display();
             let what = if failure.path.is_empty() {
@@ -472,7 +494,7 @@ fn explain(failure: LaunchFailure, spec: &ProcessSpec) -> StartError {
                 format!(" `{path}`")
             };
             let words = step.words();
-            StartError::Refused(format!(
+            SandboxError::Refused(format!(
                 "failed to prepare process sandbox: cannot {words}{what}: {source}"
             ))
         }
@@ -480,22 +502,25 @@ fn explain(failure: LaunchFailure, spec: &ProcessSpec) -> StartError {
 }
 
 /// Opens a pidfd and then checks the identity of the process: the pid may have been used again.
-pub(crate) fn inside(pid: Pid, is_ours: impl FnOnce(Pid) -> bool) -> Option<SandboxedChild> {
+pub fn inside(pid: Pid, is_ours: impl FnOnce(Pid) -> bool) -> Option<SandboxedChild> {
     let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()?;
     is_ours(pid).then_some(SandboxedChild { pid, pidfd })
 }
 
 /// Executable that launches sandboxes.
-#[derive(Debug, Default)]
-pub(crate) struct Launcher {
+#[derive(Debug)]
+pub struct Launcher {
     path: Option<CString>,
+    /// Resource limit of launchers that belong to no command, which tags them.
+    tag: (u32, u64),
     host: OnceLock<Result<HostFeatures, String>>,
     standby: Standby,
 }
 
 impl Launcher {
-    /// Uses the given executable, or this program if it called [`launcher::dispatch`].
-    pub(crate) fn new(path: Option<&Path>) -> Self {
+    /// Uses the given executable, or this program if it called [`launcher::dispatch`]. Launchers that
+    /// belong to no command get `tag`, a resource limit that identifies them.
+    pub fn new(path: Option<&Path>, tag: (u32, u64)) -> Self {
         let path = match path {
             Some(path) => CString::new(path.as_os_str().as_bytes()).ok(),
             // Not by path: the file at that path may have been replaced by another version.
@@ -503,6 +528,7 @@ impl Launcher {
         };
         Self {
             path,
+            tag,
             host: OnceLock::new(),
             standby: Standby::default(),
         }
@@ -513,25 +539,28 @@ impl Launcher {
     /// # Errors
     ///
     /// If that fails; executing a launcher may still succeed.
-    pub(crate) fn fork(
+    pub fn fork(
         &self,
         null: BorrowedFd<'_>,
         request: &ForkRequest<'_>,
     ) -> io::Result<(Pid, OwnedFd)> {
-        let path = self.path.as_deref().ok_or(io::ErrorKind::NotFound)?;
         self.standby
-            .fork(request, |errand| launch_alone(path, null, errand))
+            .fork(request, |errand| self.launch_alone(null, errand))
     }
 
     /// Ends the standby process; the next sandbox starts another one.
-    pub(crate) fn end_standby(&self) {
+    pub fn end_standby(&self) {
         self.standby.end();
     }
 
     /// Returns the path of the executable.
-    pub(crate) fn path(&self) -> Result<&CStr, StartError> {
+    ///
+    /// # Errors
+    ///
+    /// If there is none.
+    pub fn path(&self) -> Result<&CStr, SandboxError> {
         self.path.as_deref().ok_or_else(|| {
-            StartError::Refused(
+            SandboxError::Refused(
                 "sandbox intent cannot be enforced on this executor: it was given no launcher \
                  (the path of an exec-server executable)"
                     .to_owned(),
@@ -540,57 +569,67 @@ impl Launcher {
     }
 
     /// Returns what this machine can enforce. The first call probes the kernel and blocks.
-    pub(crate) fn host(&self, null: &OwnedFd) -> Result<&HostFeatures, StartError> {
-        let path = self.path()?;
+    ///
+    /// # Errors
+    ///
+    /// If there is no executable, or it cannot be run.
+    pub fn host(&self, null: &OwnedFd) -> Result<&HostFeatures, SandboxError> {
+        self.path()?;
         let found = self.host.get_or_init(|| {
-            probe(path, null).map_err(|error| format!("cannot run the sandbox launcher: {error}"))
+            self.probe(null)
+                .map_err(|error| format!("cannot run the sandbox launcher: {error}"))
         });
         found.as_ref().map_err(|why| {
             let message = format!("sandbox intent cannot be enforced on this executor: {why}");
-            StartError::Refused(message)
+            SandboxError::Refused(message)
         })
     }
-}
 
-/// Starts a launcher that belongs to no command.
-pub(crate) fn launch_alone(
-    path: &CStr,
-    null: BorrowedFd<'_>,
-    errand: &PendingLaunch,
-) -> io::Result<(Pid, OwnedFd)> {
-    launch(&Launch {
-        candidates: &[path],
-        argv: &[c"exec-server", launcher::ARGUMENT],
-        env: &[],
-        cwd: c"/",
-        stdin: null,
-        stdout: null,
-        stderr: null,
-        controlling_terminal: false,
-        // The server's tag separates the launcher from descendants of commands. A launcher that
-        // later runs a command gets the tag of that command.
-        limits: &[(TAG_RESOURCE, TreeTag::of_server().0)],
-        groups: &[],
-        extra: &errand.descriptors(),
-    })
-    .map_err(|error| error.source)
-}
+    /// Starts a launcher that belongs to no command.
+    ///
+    /// # Errors
+    ///
+    /// If there is no executable, or it cannot be run.
+    pub fn launch_alone(
+        &self,
+        null: BorrowedFd<'_>,
+        errand: &PendingLaunch,
+    ) -> io::Result<(Pid, OwnedFd)> {
+        let path = self.path.as_deref().ok_or(io::ErrorKind::NotFound)?;
+        launch(&Launch {
+            candidates: &[path],
+            argv: &[c"exec-server", launcher::ARGUMENT],
+            env: &[],
+            cwd: c"/",
+            stdin: null,
+            stdout: null,
+            stderr: null,
+            controlling_terminal: false,
+            // The tag separates the launcher from descendants of commands. A launcher that later runs a
+            // command gets the tag of that command.
+            limits: &[self.tag],
+            groups: &[],
+            extra: &errand.descriptors(),
+        })
+        .map_err(|error| error.source)
+    }
 
-/// Runs a launcher that reports what this machine can enforce.
-fn probe(path: &CStr, null: &OwnedFd) -> io::Result<HostFeatures> {
-    let errand = PendingLaunch::new(&LaunchOrder::Probe)?;
-    let (pid, _pidfd) = launch_alone(path, null.as_fd(), &errand)?;
-    let PendingLaunch { ours, theirs, .. } = errand;
-    drop(theirs);
-    let report = receive(&ours);
-    // The launcher exits after the report.
-    let _ = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty());
-    match report? {
-        Some(ReceivedReport {
-            report: LaunchReport::Host(host),
-            ..
-        }) => Ok(host),
-        _ => Err(io::Error::other("it does not answer")),
+    /// Runs a launcher that reports what this machine can enforce.
+    fn probe(&self, null: &OwnedFd) -> io::Result<HostFeatures> {
+        let errand = PendingLaunch::new(&LaunchOrder::Probe)?;
+        let (pid, _pidfd) = self.launch_alone(null.as_fd(), &errand)?;
+        let PendingLaunch { ours, theirs, .. } = errand;
+        drop(theirs);
+        let report = receive(&ours);
+        // The launcher exits after the report.
+        let _ = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty());
+        match report? {
+            Some(ReceivedReport {
+                report: LaunchReport::Host(host),
+                ..
+            }) => Ok(host),
+            _ => Err(io::Error::other("it does not answer")),
+        }
     }
 }
 
@@ -600,8 +639,8 @@ fn probe(path: &CStr, null: &OwnedFd) -> io::Result<HostFeatures> {
 /// # Errors
 ///
 /// If there is no launcher or it cannot be run.
-pub fn examine(path: Option<&Path>) -> io::Result<HostFeatures> {
-    let launcher = Launcher::new(path);
+pub fn examine(path: Option<&Path>, tag: (u32, u64)) -> io::Result<HostFeatures> {
+    let launcher = Launcher::new(path, tag);
     let null: OwnedFd = File::options()
         .read(true)
         .write(true)

@@ -47,7 +47,7 @@ fn table() -> MutexGuard<'static, HashMap<PathBuf, PlaceholderEntry>> {
 
 /// Placeholder directory that is held until this value is dropped.
 #[derive(Debug)]
-pub(crate) struct Placeholder(PathBuf);
+pub struct Placeholder(PathBuf);
 
 impl Drop for Placeholder {
     fn drop(&mut self) {
@@ -78,10 +78,10 @@ static WATCHED: AtomicBool = AtomicBool::new(false);
 
 /// While a value of this type exists, idle directories stay for a moment.
 #[derive(Debug)]
-pub(crate) struct PlaceholderRetention(());
+pub struct PlaceholderRetention(());
 
 impl PlaceholderRetention {
-    pub(crate) fn new() -> Self {
+    pub fn new() -> Self {
         KEEPERS.fetch_add(1, Ordering::SeqCst);
         Self(())
     }
@@ -96,7 +96,7 @@ impl Drop for PlaceholderRetention {
 }
 
 /// Removes every unused directory now.
-pub(crate) fn clear() {
+pub fn clear() {
     sweep(Duration::ZERO);
 }
 
@@ -146,7 +146,7 @@ fn watch() -> bool {
 
 /// Result of an attempt to hold a path.
 #[derive(Debug)]
-pub(crate) enum HoldResult {
+pub enum HoldResult {
     /// The placeholder is held.
     Held(Placeholder),
     /// Something else exists at the path now.
@@ -161,7 +161,7 @@ pub(super) fn may_be_one(mode: u32) -> bool {
 }
 
 /// Returns whether this directory is a placeholder, of any server or user.
-pub(crate) fn is_one(path: &Path) -> bool {
+pub fn is_one(path: &Path) -> bool {
     std::fs::symlink_metadata(path)
         .is_ok_and(|metadata| metadata.is_dir() && may_be_one(metadata.mode()))
         && std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none())
@@ -172,7 +172,7 @@ pub(crate) fn is_one(path: &Path) -> bool {
 /// # Errors
 ///
 /// If the disk fails with an error that does not show what the process could do.
-pub(crate) fn hold(path: &Path) -> io::Result<HoldResult> {
+pub fn hold(path: &Path) -> io::Result<HoldResult> {
     let mut table = table();
     if let Some(held) = table.get_mut(path) {
         // Another process may have removed the directory.

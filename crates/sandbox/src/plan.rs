@@ -15,7 +15,18 @@ use serde::{Deserialize, Serialize};
 use super::host::HostFeatures;
 use super::policy::{AccessRules, ResolvedPolicy};
 use super::seccomp::{self, FilterPurpose, Instruction, SocketAccess};
-use crate::spec::PrivateNetwork;
+
+/// Private network of a process: its only connections to the outside are these listeners, which are
+/// created inside it and returned to the caller when the process is started.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PrivateNetwork {
+    /// TCP ports to listen on, on its loopback interface.
+    pub tcp: Vec<u16>,
+    /// UDP ports to bind, on its loopback interface.
+    pub udp: Vec<u16>,
+    /// Whether it may use visible unix sockets, which lead out of the network.
+    pub unix_sockets: bool,
+}
 
 /// A path or another system string, which need not be UTF-8.
 pub type SystemText = Vec<u8>;

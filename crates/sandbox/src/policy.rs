@@ -664,7 +664,7 @@ impl Disk for RealDisk {
 /// [`RealDisk`]. Resolution ignores some errors, so the result is valid only if
 /// [`CachedDisk::has_told_all`] returns true.
 #[derive(Debug, Default)]
-pub(super) struct CachedDisk {
+pub struct CachedDisk {
     /// Known answers: paths often have parent directories in common.
     known: RefCell<HashMap<PathBuf, Option<PathType>>>,
     unknown: Cell<bool>,
@@ -675,14 +675,14 @@ impl CachedDisk {
     const MAX_LOOKS: usize = 256;
 
     /// Returns whether every lookup was answered from the cache.
-    pub(super) fn has_told_all(&self) -> bool {
+    pub fn has_told_all(&self) -> bool {
         !self.unknown.get()
     }
 
     /// Returns the answers: while they are the same, so is the resolution that is based on them.
     ///
     /// An existing path implies that its parents are directories, so these are left out.
-    pub(super) fn answers(self) -> RecordedAnswers {
+    pub fn answers(self) -> RecordedAnswers {
         let known = self.known.into_inner();
         let above = |path: &Path| {
             known.iter().any(|(other, kind)| {
@@ -731,11 +731,11 @@ impl CachedDisk {
 
 /// Recorded answers of a disk.
 #[derive(Debug)]
-pub(super) struct RecordedAnswers(Vec<(PathBuf, Option<PathType>)>);
+pub struct RecordedAnswers(Vec<(PathBuf, Option<PathType>)>);
 
 impl RecordedAnswers {
     /// Returns whether the disk still gives the same answers, without waiting for it.
-    pub(super) fn still_hold(&self) -> bool {
+    pub fn still_hold(&self) -> bool {
         self.0
             .iter()
             .all(|(path, kind)| CachedDisk::look(path).as_ref() == Some(kind))

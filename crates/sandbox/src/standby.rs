@@ -64,12 +64,18 @@ pub(super) struct LauncherSetup {
 }
 
 /// Request to fork a launcher.
-pub(crate) struct ForkRequest<'a> {
-    pub(crate) streams: [BorrowedFd<'a>; 3],
-    pub(crate) errand: &'a PendingLaunch,
-    pub(crate) limits: &'a [(u32, u64)],
-    pub(crate) groups: &'a [BorrowedFd<'a>],
-    pub(crate) terminal: bool,
+#[derive(Debug)]
+pub struct ForkRequest<'a> {
+    /// Standard streams of the command.
+    pub streams: [BorrowedFd<'a>; 3],
+    /// The launcher's order.
+    pub errand: &'a PendingLaunch,
+    /// Resource limits of the launcher.
+    pub limits: &'a [(u32, u64)],
+    /// Control groups to join.
+    pub groups: &'a [BorrowedFd<'a>],
+    /// Whether the standard input becomes the controlling terminal.
+    pub terminal: bool,
 }
 
 /// Handle to the standby launcher, if one runs.

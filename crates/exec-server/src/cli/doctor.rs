@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use exec_server_executor::fs::watch::{self, InotifyLimits};
-use exec_server_executor::sandbox::host::{self, HostFeatures};
+use exec_server_sandbox::host::{self, HostFeatures};
 use serde_json::json;
 
 use super::args::DoctorArgs;

@@ -50,7 +50,7 @@ use on::{CommandLocation, RemoteMachine};
 /// Runs the program.
 pub fn main() -> ExitCode {
     // First: a sandbox launcher needs nothing else of this program.
-    if let Some(code) = exec_server_executor::sandbox::launcher::dispatch() {
+    if let Some(code) = exec_server_executor::sandbox::dispatch() {
         return code;
     }
     // For clients as well as servers: both move large blocks.

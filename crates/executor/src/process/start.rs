@@ -8,6 +8,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, SystemTime};
 
 use exec_server_protocol::sandbox::Permissions;
+use exec_server_sandbox::{
+    self as sandbox, OrderFile, PendingLaunch, PreparedSandbox, Program, SandboxedChild, launcher,
+};
 use exec_server_sync::Mutex;
 use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, Signal};
@@ -24,7 +27,6 @@ use super::{
 use crate::executor::{Executor, ProcessSlot};
 use crate::limits::{self, ChildLimits};
 use crate::log::{Log, OutputStream, Retention};
-use crate::sandbox::{self, OrderFile, PendingLaunch, PreparedSandbox, SandboxedChild, launcher};
 use crate::spec::{PreparedSpec, ProcessSpec, StartError, Stdio, Timeout};
 use crate::tree::{self, Leader, TAG_RESOURCE, TreeTag};
 use exec_server_sys::launch::{Launch, SpawnError, SpawnStep, launch};
@@ -100,16 +102,19 @@ pub(crate) async fn start(
 /// Starts the child; blocks until it has executed its program.
 fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild, StartError> {
     let system = |action| move |source| StartError::System { action, source };
+    let of_sandbox = |error| StartError::of_sandbox(error, spec);
     let prepared = PreparedSpec::new(spec)?;
     let prison = match (&spec.sandbox, &spec.network) {
         (Some(sandbox), _) if sandbox.permissions != Permissions::Disabled => {
             let host = executor.sandbox_host()?;
             let hidden = &executor.config().hidden;
-            Some(sandbox::prepare(sandbox, spec, host, hidden)?)
+            let network = spec.network.as_ref();
+            let prepared = sandbox::prepare(sandbox, &spec.env, network, host, hidden);
+            Some(prepared.map_err(of_sandbox)?)
         }
         (_, Some(network)) => {
             let host = executor.sandbox_host()?;
-            Some(sandbox::prepare_network(network, host)?)
+            Some(sandbox::prepare_network(network, host).map_err(of_sandbox)?)
         }
         (Some(_), None) => Some(PreparedSandbox::open()),
         (None, None) => None,
@@ -165,14 +170,20 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
     // environment of the launcher do not contain it.
     let errand = match &prison {
         Some(prison) if is_confined => {
-            let errand = PendingLaunch::run(prison, &prepared, &applied.rlimits, terminal);
+            let program = Program {
+                candidates: &prepared.candidates,
+                argv: &prepared.argv,
+                env: &prepared.env,
+                cwd: &prepared.cwd,
+            };
+            let errand = PendingLaunch::run(prison, &program, &applied.rlimits, terminal);
             Some(errand.map_err(system("prepare the sandbox launcher"))?)
         }
         _ => None,
     };
     let (candidates, argv, env, cwd) = match &errand {
         Some(_) => (
-            vec![executor.launcher().path()?.to_owned()],
+            vec![executor.launcher().path().map_err(of_sandbox)?.to_owned()],
             strings(&[c"exec-server".to_owned(), launcher::ARGUMENT.to_owned()]),
             Vec::new(),
             c"/",
@@ -228,7 +239,7 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
     };
     let (leader, listeners, ledger) = match errand {
         Some(errand) => {
-            let begun = errand.wait(spec)?;
+            let begun = errand.wait().map_err(of_sandbox)?;
             (begun.leader, begun.listeners, Some(begun.ledger))
         }
         None => (None, Vec::new(), None),

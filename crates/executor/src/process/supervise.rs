@@ -25,10 +25,10 @@ use super::scratch::{CHUNK_BYTES, READ_BYTES, ReadScratch};
 use super::{ProcessLife, ProcessShared, TerminationMethod, sleep_until};
 use crate::executor::{Executor, ProcessSlot};
 use crate::log::{Exit, LogEnd, OutputStream};
-use crate::sandbox::OrderFile;
-use crate::sandbox::denial::{self, DenialFacts};
-use crate::sandbox::placeholder::Placeholder;
 use crate::spec::Timeout;
+use exec_server_sandbox::OrderFile;
+use exec_server_sandbox::denial::{self, DenialFacts};
+use exec_server_sandbox::placeholder::Placeholder;
 use exec_server_sys::reap::ResourceUsage;
 
 /// Bytes read from a child's pipes between its death and the `exited` entry. More than the capacity

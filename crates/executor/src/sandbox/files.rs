@@ -11,9 +11,9 @@ use exec_server_protocol::fs::{FsMethod, FsRequest, FsResponse, OpenMode};
 use exec_server_protocol::sandbox::{
     EntryPath, FilePermissions, NetworkPermission, PathAccess, Permissions, Sandbox, SpecialPath,
 };
+use exec_server_sandbox::policy::{self, CachedDisk, Disk, PolicyDirectories, RealDisk};
 
 use super::helper::{HelperFrame, HelperRequest, HelperResponse};
-use super::policy::{self, CachedDisk, Disk, PolicyDirectories, RealDisk};
 use super::pool::{CachedResolution, HelperKey, PendingHelperRequest};
 use crate::executor::Executor;
 use crate::fs::wire::text;

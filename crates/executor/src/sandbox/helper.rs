@@ -15,6 +15,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use exec_server_protocol::fs::{FsRequest, OpenMode};
+use exec_server_sandbox::plan::SystemText;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{AtFlags, CWD, StatxFlags};
 use rustix::io::Errno;
@@ -25,7 +26,6 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::plan::SystemText;
 use crate::fs::wire::path_of;
 use crate::fs::{
     self, Directory, FileOutcome, FsError, OpenFile, ReplacementDescription, SymlinkPolicy, Walked,

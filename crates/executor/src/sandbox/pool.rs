@@ -12,6 +12,9 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use exec_server_protocol::sandbox::Sandbox;
+use exec_server_sandbox::placeholder::Placeholder;
+use exec_server_sandbox::policy::{RecordedAnswers, ResolvedPolicy};
+use exec_server_sandbox::{PendingLaunch, SandboxError, confine};
 use exec_server_sync::{Condvar, Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::RecvFlags;
@@ -21,12 +24,8 @@ use tokio::io::unix::AsyncFd;
 
 use super::files::FileIntent;
 use super::helper::{self, HelperFrame, HelperRequest, HelperResponse, IncompleteFrame};
-use super::placeholder::Placeholder;
-use super::policy::{RecordedAnswers, ResolvedPolicy};
-use super::{PendingLaunch, confine};
 use crate::executor::Executor;
 use crate::fs::{CancelCheck, FsError};
-use crate::spec::StartError;
 use exec_server_sys::poll;
 
 /// Maximum number of idle helpers.
@@ -192,11 +191,11 @@ fn ready(fd: BorrowedFd<'_>, what: PollFlags, patience: Duration) -> bool {
 
 impl Helper {
     fn start(executor: &Executor, key: Arc<HelperKey>) -> Result<Self, FsError> {
-        let told = |error: StartError| match error {
-            StartError::Refused(why) => FsError::Unenforceable(why),
+        let told = |error: SandboxError| match error {
+            SandboxError::Refused(why) => FsError::Unenforceable(why),
             other => FsError::Helper(other.to_string()),
         };
-        let host = executor.sandbox_host().map_err(told)?;
+        let host = executor.launcher_host().map_err(told)?;
         let prison = confine(key.policy.clone(), key.allow_partial, host, None).map_err(told)?;
         let (socket, errand) = PendingLaunch::serve(&prison).map_err(failed)?;
         let pidfd = executor.launch_helper(&errand).map_err(told)?;

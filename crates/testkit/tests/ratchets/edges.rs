@@ -43,17 +43,19 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "registry",
             "relay",
             "rendezvous",
+            "sandbox",
             "service",
             "sync",
             "sys",
             "transport",
         ],
     ),
-    ("executor", &["protocol", "sync", "sys"]),
+    ("executor", &["protocol", "sandbox", "sync", "sys"]),
     ("protocol", &[]),
     ("registry", &["relay", "sync", "transport"]),
     ("relay", &[]),
     ("rendezvous", &["relay", "sync", "transport"]),
+    ("sandbox", &["protocol", "sync", "sys"]),
     (
         "service",
         &["engine", "protocol", "registry", "sync", "sys", "transport"],
@@ -138,8 +140,8 @@ fn comparison_reports_new_edges_and_lines_that_are_not_needed() {
 }
 
 #[test]
-fn protocol_and_relay_are_built_without_tokio() {
-    for package in ["protocol", "relay"] {
+fn protocol_relay_and_sandbox_are_built_without_tokio() {
+    for package in ["protocol", "relay", "sandbox"] {
         let tree = tree(package, &["--all-features"]);
         assert!(tree.contains("serde v"), "{tree}");
         assert!(!tree.contains("tokio"), "{package}:\n{tree}");
