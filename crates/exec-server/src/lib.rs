@@ -1,7 +1,7 @@
 //! Execution server and client as a library: run processes and use files on any machine.
 //!
-//! This crate re-exports the other crates: the types that embedders use are at its root, the others
-//! in one module per crate.
+//! This crate re-exports, name by name, what embedders use of the other crates: the most used types
+//! at its root, the others in a module for each subject.
 //!
 //! ```no_run
 //! use exec_server::{CollectOptions, ExecBackend, ExecServer, ExecServerConfig, in_process};
@@ -35,18 +35,47 @@ pub use exec_server_client::{
     RemoteFileSystem, StartedProcess, WaitForRequest, environment, fs, http, map, registry, ssh,
     transfer,
 };
-pub use exec_server_egress::http as http_client;
-pub use exec_server_executor as executor;
-pub use exec_server_protocol as protocol;
 pub use exec_server_protocol::session::{InitializeParams, InitializeResponse};
-pub use exec_server_relay as relay;
 pub use exec_server_service::{
     AdmissionRules, ConnectionGuard, DEFAULT_LISTEN_URL, ExecServer, ExecServerConfig,
     ExecServerListenUrlParseError, ListenUrl, Listener, RemoteEnvironmentConfig,
     RemoteEnvironmentError, SessionLifetime, audit, auth, metrics, remote, run_remote_environment,
 };
-pub use exec_server_transport as transport;
 pub use exec_server_transport::Secret;
+
+/// Processes and files of this machine, without a server.
+pub mod executor {
+    pub use exec_server_executor::sandbox::{dispatch, examine};
+    pub use exec_server_executor::{
+        Executor, ExecutorConfig, ExecutorLimits, PrivateNetwork, Process, ProcessSpec, PtySize,
+        StartError, Stdio, Timeout, limits, log,
+    };
+}
+
+/// HTTP requests from this machine, and the rules about the hosts that they may reach.
+pub mod http_client {
+    pub use exec_server_egress::http::{
+        DEFAULT_DENY, DeniedHost, HostRule, HostRules, HttpClient, HttpConfig, HttpError,
+        ProxyChoice, ResponseBody, RuleError, StreamingResponse,
+    };
+}
+
+/// Requests, responses and notifications of the wire: a module for each family of methods.
+pub mod protocol {
+    pub use exec_server_protocol::{
+        ByteChunk, ErrorObject, Method, NoParams, NotificationMethod, PathUri, RequestId,
+        capability, codes, command, environment, fs, http, limits, network, process, sandbox,
+        session,
+    };
+}
+
+/// Links between client and server, for embedders that bring their own.
+pub mod transport {
+    pub use exec_server_transport::{
+        CallError, ConnectError, ConnectOptions, Link, LinkError, LinkEvent, LinkReceiver,
+        LinkSender, Peer, RawEvent, connect, connect_over, keepalive, tls,
+    };
+}
 
 /// Creates a client of a server in the same program.
 ///

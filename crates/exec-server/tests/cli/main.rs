@@ -122,7 +122,7 @@ fn doctor_reports_sandbox_mechanisms_and_watch_limits() {
         output.contains("Landlock") && output.contains("user namespaces"),
         "{output}"
     );
-    let watches = exec_server::executor::fs::watch::limits()
+    let watches = exec_server_executor::fs::watch::limits()
         .watches
         .to_string();
     let line = output.lines().find(|line| line.contains("inotify watches"));

@@ -6,8 +6,8 @@ use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use exec_server::transport::http::{HeadKind, read_head};
 use exec_server_testkit::proc::PATIENCE;
+use exec_server_transport::http::{HeadKind, read_head};
 use rustix::process::Signal;
 use serde_json::json;
 use tokio::io::AsyncWriteExt as _;

@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use exec_server::registry::RegistryConnectError;
 use exec_server::transport::Link;
-use exec_server::transport::frame::WebsocketRole;
-use exec_server::transport::http::{HeadKind, accept_key, read_head};
 use exec_server::{
     ExecBackend as _, ExecProcessEvent, ExecServer, ExecServerClient, ExecServerConfig,
     ExecServerError, SessionLifetime,
 };
 use exec_server_testkit::proc::PATIENCE;
+use exec_server_transport::frame::WebsocketRole;
+use exec_server_transport::http::{HeadKind, accept_key, read_head};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

@@ -8,12 +8,12 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use exec_server::relay::frame::{self, Body, Transmit};
-use exec_server::relay::keys::PublicKey;
-use exec_server::relay::reason::EndReason;
-use exec_server::transport::frame::WebsocketRole;
-use exec_server::transport::http::{HeadKind, accept_key, read_head};
 use exec_server::transport::{Link, LinkReceiver, LinkSender, RawEvent};
+use exec_server_relay::frame::{self, Body, Transmit};
+use exec_server_relay::keys::PublicKey;
+use exec_server_relay::reason::EndReason;
+use exec_server_transport::frame::WebsocketRole;
+use exec_server_transport::http::{HeadKind, accept_key, read_head};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
