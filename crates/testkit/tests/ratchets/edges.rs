@@ -10,18 +10,55 @@ use serde_json::Value;
 /// Dependencies of tests are free, except between `service` and `client`.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("agents", &["client", "protocol", "sync"]),
-    ("bench", &["agents", "client", "egress", "engine", "protocol", "registry", "relay", "sync", "testkit", "transport"]),
-    ("client", &["engine", "protocol", "registry", "sync", "transport"]),
+    (
+        "bench",
+        &[
+            "agents",
+            "client",
+            "egress",
+            "engine",
+            "protocol",
+            "registry",
+            "relay",
+            "sync",
+            "testkit",
+            "transport",
+        ],
+    ),
+    (
+        "client",
+        &["engine", "protocol", "registry", "sync", "transport"],
+    ),
     ("egress", &["protocol", "sync"]),
     ("engine", &["egress", "executor", "protocol", "sync"]),
-    ("exec-server", &["agents", "client", "egress", "engine", "executor", "protocol", "registry", "rendezvous", "sandbox", "service", "sync", "sys", "transport"]),
+    (
+        "exec-server",
+        &[
+            "agents",
+            "client",
+            "egress",
+            "engine",
+            "executor",
+            "protocol",
+            "registry",
+            "rendezvous",
+            "sandbox",
+            "service",
+            "sync",
+            "sys",
+            "transport",
+        ],
+    ),
     ("executor", &["protocol", "sandbox", "sync", "sys"]),
     ("protocol", &[]),
     ("registry", &["relay", "sync", "transport"]),
     ("relay", &[]),
     ("rendezvous", &["relay", "sync", "transport"]),
     ("sandbox", &["protocol", "sync", "sys"]),
-    ("service", &["engine", "protocol", "registry", "sync", "sys", "transport"]),
+    (
+        "service",
+        &["engine", "protocol", "registry", "sync", "sys", "transport"],
+    ),
     ("sync", &[]),
     ("sys", &[]),
     ("testkit", &["sync", "transport"]),
@@ -31,9 +68,17 @@ const ALLOWED: &[(&str, &[&str])] = &[
 /// Edges that exist but are to be removed, each with what replaces it. Lines may only be removed.
 const EXCEPTIONS: &[(&str, &str, &str)] = &[
     ("agents", "transport", "the client opens links"),
-    ("client", "executor", "the local backend moves behind an engine that the service uses too"),
+    (
+        "client",
+        "executor",
+        "the local backend moves behind an engine that the service uses too",
+    ),
     ("client", "egress", "as above"),
-    ("service", "executor", "the engine does what a request asks for"),
+    (
+        "service",
+        "executor",
+        "the engine does what a request asks for",
+    ),
     ("service", "egress", "as above"),
 ];
 
