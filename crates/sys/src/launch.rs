@@ -2,8 +2,11 @@
 //! program.
 //!
 //! `posix_spawn` works the same way, but it cannot set resource limits or join a control group
-//! before the program runs, and it does not report which step failed. The cost does not depend on
-//! the memory size of this process.
+//! before the program runs, and it does not report which step failed. The cost depends neither on
+//! the memory size of this process nor on the number of its open files.
+
+mod clone;
+mod low;
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -12,6 +15,9 @@ use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::ptr;
 
 use rustix::process::Pid;
+
+use clone::{Actions, Cloned};
+use low::LowStreams;
 
 /// Parameters of a launch. The child reads them while the parent waits.
 pub struct Launch<'a> {
@@ -74,6 +80,10 @@ struct ChildPlan<'a> {
     launch: &'a Launch<'a>,
     argv: Vec<*const c_char>,
     env: Vec<*const c_char>,
+    /// The standard streams at reserved numbers; without them the child has a copy of the whole
+    /// descriptor table.
+    low: Option<LowStreams>,
+    actions: Actions,
     failed: Option<(SpawnStep, c_int)>,
 }
 
@@ -97,18 +107,25 @@ pub fn launch(launch: &Launch<'_>) -> Result<(Pid, OwnedFd), SpawnError> {
             .chain([ptr::null()])
             .collect()
     };
+    let streams = [launch.stdin, launch.stdout, launch.stderr];
     let mut plan = ChildPlan {
         launch,
         argv: pointers(launch.argv),
         env: pointers(launch.env),
+        low: (launch.extra.is_empty())
+            .then(|| LowStreams::new(streams))
+            .flatten(),
+        actions: Actions::All,
         failed: None,
     };
-    let mut pidfd: c_int = -1;
-    let pid = STACK.with_borrow_mut(|stack| clone_child(stack, &mut plan, &mut pidfd));
+    // The child must find it read.
+    clone::ignored();
+    let cloned = STACK.with_borrow_mut(|stack| clone_child(stack, &mut plan));
     let fail = |step, source| Err(SpawnError { step, source });
-    if pid < 0 {
-        return fail(SpawnStep::Clone, io::Error::last_os_error());
-    }
+    let Cloned { pid, pidfd } = match cloned {
+        Ok(cloned) => cloned,
+        Err(error) => return fail(SpawnStep::Clone, error),
+    };
     // SAFETY: the kernel has just created this descriptor, and no other code uses it.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
     if let Some((step, errno)) = plan.failed {
@@ -122,10 +139,8 @@ pub fn launch(launch: &Launch<'_>) -> Result<(Pid, OwnedFd), SpawnError> {
     }
 }
 
-fn clone_child(stack: &mut [u8], plan: &mut ChildPlan<'_>, pidfd: &mut c_int) -> c_int {
-    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
-    // The stack grows down from its end, which must be aligned to 16 bytes.
-    let top = (stack.as_mut_ptr_range().end as usize & !15) as *mut c_void;
+fn clone_child(stack: &mut [u8], plan: &mut ChildPlan<'_>) -> io::Result<Cloned> {
+    let shares_files = plan.low.is_some();
     let plan: *mut ChildPlan<'_> = plan;
     // SAFETY: sigset_t is plain data; sigfillset fills it before use.
     let (mut all, mut old): (libc::sigset_t, libc::sigset_t) =
@@ -133,16 +148,17 @@ fn clone_child(stack: &mut [u8], plan: &mut ChildPlan<'_>, pidfd: &mut c_int) ->
     // SAFETY: CLONE_VFORK suspends this thread until the child has executed or exited, so the child
     // has exclusive use of the stack, of `plan` and of everything it points to. All signals are
     // blocked across the call: no signal handler of this process can run in the child on the shared
-    // memory. The child calls only functions that are safe after vfork, and never returns from
-    // `child`.
+    // memory. The child calls only functions that are safe after vfork, never returns from
+    // `child`, and changes no descriptor before it has a table of its own.
     unsafe {
         libc::sigfillset(&mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut old);
-        let pid = libc::clone(child, top, flags, plan.cast(), pidfd as *mut c_int);
-        let errno = *libc::__errno_location();
+        let cloned = clone::clone(stack, shares_files, child, |actions| {
+            (*plan).actions = actions;
+            plan.cast()
+        });
         libc::pthread_sigmask(libc::SIG_SETMASK, &old, ptr::null_mut());
-        *libc::__errno_location() = errno;
-        pid
+        cloned
     }
 }
 
@@ -168,17 +184,12 @@ unsafe fn become_program(plan: &ChildPlan<'_>) -> (SpawnStep, c_int) {
     let errno = || unsafe { *libc::__errno_location() };
     let launch = plan.launch;
     // SAFETY: plain system calls on descriptors that `launch` borrows and on NUL-terminated
-    // strings and arrays that `plan` keeps alive. The signal table and the descriptor table are
-    // the child's own copies (neither CLONE_SIGHAND nor CLONE_FILES is set).
+    // strings and arrays that `plan` keeps alive. The signal actions are the child's own copies
+    // (CLONE_SIGHAND is not set), and so is the descriptor table from the first `close_range` on,
+    // before which no descriptor is opened, changed or closed.
     unsafe {
-        // Raw system call: the C library does not allow changes to the two signals that it uses
-        // itself.
-        let default = [0u64; 8];
-        for signal in 1..=64 {
-            libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), 0, 8);
-        }
+        clone::default_actions(plan.actions);
         libc::setsid();
-        super::own::restore();
         let stdin = launch.stdin.as_raw_fd();
         if launch.controlling_terminal && libc::ioctl(stdin, libc::TIOCSCTTY, 0) < 0 {
             return (SpawnStep::Terminal, errno());
@@ -188,7 +199,20 @@ unsafe fn become_program(plan: &ChildPlan<'_>) -> (SpawnStep, c_int) {
                 return (SpawnStep::Group, errno());
             }
         }
-        let files = [stdin, launch.stdout.as_raw_fd(), launch.stderr.as_raw_fd()];
+        let files = match &plan.low {
+            None => [stdin, launch.stdout.as_raw_fd(), launch.stderr.as_raw_fd()],
+            Some(low) => {
+                let numbers = low.numbers();
+                let [first, second, third] = numbers;
+                let above = first.max(second).max(third) + 1;
+                let flags = libc::CLOSE_RANGE_UNSHARE;
+                if libc::syscall(libc::SYS_close_range, above, c_int::MAX, flags) < 0 {
+                    return (SpawnStep::Descriptors, errno());
+                }
+                numbers
+            }
+        };
+        super::own::restore();
         for (target, &file) in (0..).zip(&files) {
             if libc::dup2(file, target) < 0 {
                 return (SpawnStep::Descriptors, errno());
@@ -232,9 +256,103 @@ unsafe fn become_program(plan: &ChildPlan<'_>) -> (SpawnStep, c_int) {
                 _ => return (SpawnStep::Execute, last),
             }
         }
-        (
-            SpawnStep::Execute,
-            if forbidden { libc::EACCES } else { last },
-        )
+        (SpawnStep::Execute, if forbidden { libc::EACCES } else { last })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+    use std::os::fd::AsFd as _;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// Runs a shell script and returns its output.
+    fn output_of(script: &CStr) -> String {
+        let null = std::fs::File::open("/dev/null").unwrap();
+        let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+        let (pid, _pidfd) = launch(&Launch {
+            candidates: &[c"/bin/sh"],
+            argv: &[c"sh", c"-c", script],
+            env: &[],
+            cwd: c"/",
+            stdin: null.as_fd(),
+            stdout: write.as_fd(),
+            stderr: null.as_fd(),
+            controlling_terminal: false,
+            limits: &[],
+            groups: &[],
+            extra: &[],
+        })
+        .unwrap();
+        drop(write);
+        let mut text = String::new();
+        std::fs::File::from(read).read_to_string(&mut text).unwrap();
+        let options = rustix::process::WaitOptions::empty();
+        rustix::process::waitpid(Some(pid), options).unwrap();
+        text
+    }
+
+    #[test]
+    fn launch_shares_no_descriptor_and_returns_reserved_numbers() {
+        for _ in 0..50 {
+            // The shell, without the directory that the pattern opens.
+            let text = output_of(c"cd /proc/$$/fd && echo *");
+            let numbers: Vec<u32> = text.split_whitespace().flat_map(str::parse).collect();
+            assert!(numbers.starts_with(&[0, 1, 2]), "{text}");
+            assert!(numbers.len() <= 4, "{text}");
+        }
+    }
+
+    #[test]
+    fn launch_without_a_free_reserved_number_copies_the_descriptor_table() {
+        let null = std::fs::File::open("/dev/null").unwrap();
+        let streams = [null.as_fd(); 3];
+        let mut held = Vec::new();
+        while let Some(low) = LowStreams::new(streams) {
+            held.push(low);
+        }
+        assert!(held.len() >= 3, "{}", held.len());
+        assert_eq!(output_of(c"echo started"), "started\n");
+        drop(held);
+        let begun = std::time::Instant::now();
+        assert_eq!(output_of(c"echo started"), "started\n");
+        assert!(begun.elapsed() < Duration::from_secs(5));
+    }
+
+    #[test]
+    fn child_has_default_actions_and_no_blocked_signals() {
+        // The test program ignores SIGPIPE, as every Rust program.
+        assert_ne!(clone::ignored() & (1 << (libc::SIGPIPE - 1)), 0);
+        let text = output_of(c"exec grep -E 'SigBlk|SigIgn' /proc/self/status");
+        let none = "SigBlk:\t0000000000000000\nSigIgn:\t0000000000000000\n";
+        assert_eq!(text, none);
+    }
+
+    #[test]
+    fn clone_without_clone3_resets_all_signal_actions() {
+        extern "C" fn check(argument: *mut c_void) -> c_int {
+            // SAFETY: the child's own signal actions; the pointer is valid until the child exits.
+            let actions = unsafe { *argument.cast::<Actions>() };
+            // SAFETY: as above.
+            unsafe { clone::default_actions(actions) };
+            let left = (1..=64).filter(|&signal| clone::is_ignored(signal)).count();
+            // SAFETY: ends the child without running exit handlers.
+            unsafe { libc::_exit(c_int::from(left > 0)) }
+        }
+        let mut stack = vec![0; STACK_BYTES];
+        let mut actions = Actions::All;
+        let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD;
+        let argument = ptr::from_mut(&mut actions).cast();
+        // SAFETY: `check` makes system calls only and exits; no handler is set in this program.
+        let cloned = unsafe { clone::clone_with_handlers(&mut stack, flags, check, argument) };
+        let cloned = cloned.unwrap();
+        // SAFETY: the kernel has just created this descriptor.
+        drop(unsafe { OwnedFd::from_raw_fd(cloned.pidfd) });
+        let mut status = -1;
+        // SAFETY: waits for the child above; a pointer to a live local.
+        unsafe { libc::waitpid(cloned.pid, &mut status, 0) };
+        assert_eq!(status, 0);
     }
 }
