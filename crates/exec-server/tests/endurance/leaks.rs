@@ -34,7 +34,7 @@ const READ_BUFFERS: usize = 1024 * 1024;
 /// # Panics
 ///
 /// If live bytes do not return to those after the warm-up.
-async fn leaves_nothing(count: usize, object: impl AsyncFnMut(usize)) {
+pub(super) async fn leaves_nothing(count: usize, object: impl AsyncFnMut(usize)) {
     leaves_at_most(SLACK, count, object).await;
 }
 
@@ -60,7 +60,7 @@ async fn leaves_at_most(slack: usize, count: usize, mut object: impl AsyncFnMut(
 }
 
 /// Parameters of a shell script with a process id made from `number`.
-fn sh(number: usize, script: &str) -> StartParams {
+pub(super) fn sh(number: usize, script: &str) -> StartParams {
     StartParams {
         process_id: format!("p{number}"),
         argv: ["/bin/sh", "-c", script].map(str::to_owned).to_vec(),

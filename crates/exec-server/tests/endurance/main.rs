@@ -8,6 +8,7 @@
 
 mod leaks;
 mod records;
+mod traffic;
 
 use std::alloc::System;
 use std::fmt::Debug;

@@ -1,0 +1,347 @@
+//! Requests over HTTP, questions about networks, and streams of the relay: after many of them, as
+//! many bytes are allocated as before.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use exec_server::http::{ExecutorHttp as _, HttpRequest};
+use exec_server::protocol::network::{NetworkProxy, PolicyAnswer, PolicyTarget};
+use exec_server::protocol::process::{StartParams, TerminateMode};
+use exec_server::registry::{RegistryAuth, RegistryConnectArgs};
+use exec_server::remote::{self, RemoteEnvironmentConfig, Status};
+use exec_server::transport::identity;
+use exec_server::transport::registry::RegistryOptions;
+use exec_server::{
+    CollectOptions, ExecBackend as _, ExecProcessEvent, ExecServerClient, ExecServerConfig, Server,
+};
+use exec_server_client::{BoxFuture, NetworkPolicyDecider};
+use exec_server_rendezvous::mailbox::Backlog;
+use exec_server_rendezvous::signature::Signer;
+use exec_server_rendezvous::{Config, Embedded, Local, Parts, Rendezvous, RouterLimits, Tokens};
+use exec_server_testkit::proxy::Proxy;
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, watch};
+
+use super::leaks::{leaves_nothing, sh};
+use super::{PATIENCE, config, eventually, serially, served};
+
+/// 2 MiB: more than a connection or a body route buffers.
+const LARGE_BYTES: usize = 2 << 20;
+
+/// Starts an HTTP server that answers `/small`, `/large` and `/endless` (which never ends), and
+/// does not answer any other path.
+async fn site() -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            tokio::spawn(answer(stream));
+        }
+    });
+    address
+}
+
+/// Answers the requests of one connection until it ends.
+async fn answer(mut stream: TcpStream) -> Option<()> {
+    let zeros = vec![0; 64 * 1024];
+    let mut seen = Vec::new();
+    while stream.read_buf(&mut seen).await.ok()? > 0 {
+        let Some(end) = seen.windows(4).position(|four| four == b"\r\n\r\n") else {
+            continue;
+        };
+        let head = String::from_utf8_lossy(&seen[..end]).into_owned();
+        let length = match head.split(' ').nth(1)? {
+            "/small" => 5,
+            "/large" => LARGE_BYTES,
+            "/endless" => usize::MAX >> 1,
+            _ => continue,
+        };
+        seen.clear();
+        let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n");
+        stream.write_all(head.as_bytes()).await.ok()?;
+        let mut left = length;
+        while left > 0 {
+            let piece = &zeros[..left.min(zeros.len())];
+            stream.write_all(piece).await.ok()?;
+            left -= piece.len();
+        }
+    }
+    Some(())
+}
+
+#[tokio::test]
+async fn http_requests_leave_no_memory() {
+    let _one = serially().await;
+    let site = site().await;
+    let url = |path: &str| HttpRequest::get(format!("http://{site}{path}"));
+    let (_server, client) = served(config()).await;
+    leaves_nothing(40, async |_| {
+        let small = client.fetch(url("/small")).await.unwrap();
+        assert_eq!(small.body.len(), 5);
+        let large = client.fetch(url("/large")).await.unwrap();
+        assert_eq!(large.body.len(), LARGE_BYTES);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn streamed_http_bodies_leave_no_memory() {
+    let _one = serially().await;
+    let site = site().await;
+    let url = |path: &str| HttpRequest::get(format!("http://{site}{path}"));
+    let (_server, client) = served(config()).await;
+    leaves_nothing(40, async |_| {
+        let mut stream = client.open(url("/large")).await.unwrap();
+        let mut received = 0;
+        while let Some(piece) = stream.body.chunk().await.unwrap() {
+            received += piece.len();
+        }
+        assert_eq!(received, LARGE_BYTES);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn cancelled_http_requests_leave_no_memory() {
+    let _one = serially().await;
+    let site = site().await;
+    let url = |path: &str| HttpRequest::get(format!("http://{site}{path}"));
+    let (_server, client) = served(config()).await;
+    leaves_nothing(40, async |_| {
+        // While the body arrives, read and unread.
+        let mut stream = client.open(url("/endless")).await.unwrap();
+        assert!(stream.body.chunk().await.unwrap().is_some());
+        drop(stream);
+        drop(client.open(url("/endless")).await.unwrap());
+        // While the response is awaited, cancelled by the caller and by its own time limit.
+        let silent = client.fetch(url("/silent"));
+        let cancelled = tokio::time::timeout(Duration::from_millis(5), silent).await;
+        assert!(cancelled.is_err());
+        let timed = HttpRequest {
+            timeout: Some(Duration::from_millis(5)),
+            ..url("/silent")
+        };
+        assert!(client.fetch(timed).await.is_err());
+    })
+    .await;
+}
+
+/// Client that answers a question in turn with yes, no and not at all.
+#[derive(Debug)]
+struct Decider {
+    number: usize,
+    asked: Arc<Semaphore>,
+}
+
+impl NetworkPolicyDecider for Decider {
+    fn decide(&self, _: PolicyTarget) -> BoxFuture<'_, PolicyAnswer> {
+        self.asked.add_permits(1);
+        let number = self.number;
+        Box::pin(async move {
+            match number % 3 {
+                0 => PolicyAnswer::Allow,
+                1 => PolicyAnswer::Deny {
+                    reason: "no".to_owned(),
+                },
+                _ => std::future::pending().await,
+            }
+        })
+    }
+}
+
+#[tokio::test]
+async fn questions_about_networks_leave_no_memory() {
+    let _one = serially().await;
+    let site = site().await;
+    let config = ExecServerConfig {
+        sandbox_launcher: Some(env!("CARGO_BIN_EXE_exec-server").into()),
+        ..config()
+    };
+    let (server, client) = served(config).await;
+    let proxy: NetworkProxy = serde_json::from_value(serde_json::json!({
+        "proxy": {
+            "enabled": true, "enableSocks5": true, "enableSocks5Udp": false, "mode": "full",
+            "allowUpstreamProxy": false, "dangerouslyAllowAllUnixSockets": false,
+            "allowLocalBinding": true, "domains": {},
+        },
+        "policyDecisionTimeoutMs": 60_000,
+    }))
+    .unwrap();
+    let script = format!(
+        "curl -s --noproxy '' -o /dev/null -w '%{{http_code}}' http://{site}/small; exit 0"
+    );
+    leaves_nothing(18, async |number| {
+        let params = StartParams {
+            network_proxy: Some(proxy.clone()),
+            enforce_managed_network: true,
+            ..sh(number, &script)
+        };
+        let asked = Arc::new(Semaphore::new(0));
+        let decider = Arc::new(Decider {
+            number,
+            asked: Arc::clone(&asked),
+        });
+        let started = client.start_with_network_policy_decider(params, decider);
+        let process = started.await.unwrap().process;
+        asked.acquire().await.unwrap().forget();
+        if number % 3 == 2 {
+            // The question is open when its process ends.
+            let ended = process.terminate(TerminateMode::Force, true);
+            assert_eq!(ended.await.unwrap().gone, Some(true));
+        } else {
+            let output = process.output(CollectOptions::default()).await.unwrap();
+            let code: &[u8] = if number % 3 == 0 { b"200" } else { b"403" };
+            assert_eq!(output.stdout, code);
+        }
+    })
+    .await;
+    eventually("processes end", || match server.executor().live() {
+        0 => Ok(()),
+        count => Err(count),
+    })
+    .await;
+}
+
+/// Rendezvous server and one executor, both in this process.
+struct Relay {
+    url: String,
+    executor: Server,
+    _state: TempDir,
+}
+
+impl Relay {
+    async fn start() -> Self {
+        let state = tempfile::tempdir().unwrap();
+        let backlog = Arc::new(Backlog::default());
+        let router = Local::new(RouterLimits::default(), Arc::clone(&backlog));
+        let tokens: Tokens = "machine executor machine-token\n\
+             alice harness alice-token\n"
+            .parse()
+            .unwrap();
+        let parts = Parts {
+            store: Arc::new(Embedded::open(&state.path().join("store")).unwrap()),
+            router: Arc::new(router),
+            backlog,
+            signer: Signer::new("s".repeat(32).into()).unwrap(),
+            tokens,
+            audit: None,
+        };
+        let rendezvous = Rendezvous::new(Config::default(), parts);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        tokio::spawn(async move { rendezvous.serve(listener, None).await });
+        let auth = RegistryAuth::bearer("machine-token");
+        let config = RemoteEnvironmentConfig::new(
+            &url,
+            "box",
+            RegistryOptions::new(auth),
+            identity::generate(),
+        );
+        let executor = Server::new(super::config()).unwrap();
+        let serving = executor.clone();
+        let status = watch::Sender::new(Status::Connecting);
+        let mut attached = status.subscribe();
+        tokio::spawn(async move { remote::serve(&serving, config, status).await });
+        attached
+            .wait_for(|status| *status == Status::Attached)
+            .await
+            .unwrap();
+        Self {
+            url,
+            executor,
+            _state: state,
+        }
+    }
+
+    /// Arguments of a client that reaches the rendezvous server under this URL.
+    fn args(&self, url: &str) -> RegistryConnectArgs {
+        let auth = RegistryAuth::bearer("alice-token");
+        let mut args = RegistryConnectArgs::new(url, "box", auth, "test");
+        // A session whose client leaves without a word ends soon.
+        args.options.detach_grace = Some(Duration::from_millis(1));
+        args
+    }
+
+    async fn is_idle(&self) {
+        eventually("sessions end", || match self.executor.session_count() {
+            0 => Ok(()),
+            count => Err(count),
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn relay_streams_leave_no_memory() {
+    let _one = serially().await;
+    let relay = Relay::start().await;
+    leaves_nothing(24, async |number| {
+        let client = ExecServerClient::connect_registry(relay.args(&relay.url))
+            .await
+            .unwrap();
+        if number % 3 == 0 {
+            // The client leaves while its command writes.
+            let script = "exec cat /dev/zero";
+            let process = client.start(sh(number, script)).await.unwrap().process;
+            let mut events = process.events().unwrap();
+            let first = events.recv().await.unwrap();
+            assert!(
+                matches!(first, ExecProcessEvent::Output { .. }),
+                "{first:?}"
+            );
+            drop((events, process, client));
+        } else {
+            let script = "exec head -c 300000 /dev/zero";
+            let process = client.start(sh(number, script)).await.unwrap().process;
+            let output = process.output(CollectOptions::default()).await.unwrap();
+            assert_eq!(output.stdout.len(), 300_000);
+            drop(process);
+            if number % 3 == 1 {
+                client.end_session().await.unwrap();
+            }
+            drop(client);
+        }
+        relay.is_idle().await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn relay_streams_with_cut_sockets_leave_no_memory() {
+    let _one = serially().await;
+    let relay = Relay::start().await;
+    let proxy = Proxy::start(&relay.url.replace("http://", "ws://")).await;
+    let url = proxy.url().replace("ws://", "http://");
+    leaves_nothing(12, async |number| {
+        let mut args = relay.args(&url);
+        args.options.detach_grace = Some(PATIENCE);
+        let client = ExecServerClient::connect_registry(args).await.unwrap();
+        let script = "for i in 1 2 3; do head -c 200000 /dev/zero; read line; done";
+        let params = StartParams {
+            pipe_stdin: true,
+            ..sh(number, script)
+        };
+        let process = client.start(params).await.unwrap().process;
+        let mut events = process.events().unwrap();
+        let mut received = 0;
+        while received < 600_000 {
+            match events.recv().await.unwrap() {
+                ExecProcessEvent::Output { chunk, .. } => received += chunk.len(),
+                ExecProcessEvent::Failed(failure) => panic!("{failure}"),
+                _ => {}
+            }
+            if received % 200_000 == 0 {
+                proxy.cut();
+                process.write("\n".into()).await.unwrap();
+            }
+        }
+        drop((events, process));
+        client.end_session().await.unwrap();
+        drop(client);
+        relay.is_idle().await;
+    })
+    .await;
+}
