@@ -322,12 +322,29 @@ impl BenchServer {
         self.pid
     }
 
-    /// Resident anonymous memory in bytes.
-    pub(crate) fn own_memory(&self) -> anyhow::Result<u64> {
-        let path = format!("/proc/{}/status", self.pid.as_raw_nonzero());
-        let status = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-        memory(&status, "RssAnon:").with_context(|| format!("{path} says nothing of RssAnon"))
+    /// Proportional set in bytes of all processes of the server's command: pages that several
+    /// processes share count in parts.
+    pub(crate) fn proportional(&self) -> anyhow::Result<u64> {
+        let (own, serving) = (self.own_pid(), self.pid);
+        let both = if own == serving {
+            vec![own]
+        } else {
+            vec![own, serving]
+        };
+        let each = both.into_iter().map(|pid| {
+            let path = format!("/proc/{}/smaps_rollup", pid.as_raw_nonzero());
+            let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+            memory(&text, "Pss:").with_context(|| format!("{path} says nothing of Pss"))
+        });
+        each.sum()
     }
+}
+
+/// Resident anonymous memory of a process in bytes.
+pub(crate) fn own_memory(pid: Pid) -> anyhow::Result<u64> {
+    let path = format!("/proc/{}/status", pid.as_raw_nonzero());
+    let status = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+    memory(&status, "RssAnon:").with_context(|| format!("{path} says nothing of RssAnon"))
 }
 
 /// Returns the content of a file without moving its offset, which the server shares and writes at.

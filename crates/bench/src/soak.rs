@@ -426,12 +426,17 @@ async fn cuts(work: &SoakState, server: SocketAddr) -> anyhow::Result<()> {
             }
         }
         let expected: String = (0..LINES).map(|number| format!("{number}\n")).collect();
-        ensure!(
-            text == expected.as_bytes(),
-            "{} of {} bytes of numbered lines",
-            text.len(),
-            expected.len()
-        );
+        if text != expected.as_bytes() {
+            let same = text.iter().zip(expected.as_bytes());
+            let same = same.take_while(|(a, b)| a == b).count();
+            let odd = &text[same..text.len().min(same + 40)];
+            bail!(
+                "{} of {} bytes of numbered lines, which differ after {same} bytes: {:?}",
+                text.len(),
+                expected.len(),
+                String::from_utf8_lossy(odd)
+            );
+        }
         client.end_session().await?;
         work.count();
     }

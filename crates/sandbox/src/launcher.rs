@@ -24,13 +24,14 @@ use std::process::ExitCode;
 use std::sync::OnceLock;
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
 use rustix::pipe::PipeFlags;
 use rustix::process::{DumpableBehavior, Pid, Signal, WaitOptions, WaitStatus};
-use rustix::thread::{CapabilitySet, UnshareFlags};
+use rustix::thread::{CapabilitySet, LinkNameSpaceType, UnshareFlags};
 use serde::{Deserialize, Serialize};
 
 use super::host::{self, HostFeatures};
@@ -303,7 +304,15 @@ fn submit(groups: &[OwnedFd], limits: &[(u32, u64)]) -> Result<(), LaunchFailure
 ///
 /// The launcher and the first process receive their task separately, at the same time. They exit
 /// when the other ends of their sockets are closed.
-pub(super) fn attend(token: OneThread, base: NamespaceBase, own: OwnedFd, firsts: OwnedFd) -> ! {
+///
+/// `network` is the network in which it already is.
+pub(super) fn attend(
+    token: OneThread,
+    base: NamespaceBase,
+    network: Option<NetworkNamespace>,
+    own: OwnedFd,
+    firsts: OwnedFd,
+) -> ! {
     let files = confine::streams().map(|streams| streams.into_iter().chain([own, firsts]));
     let kept = files.and_then(|files| confine::only(token, files.collect()));
     let (Ok(()), Ok(own), Ok(firsts), Ok(())) = (
@@ -314,12 +323,12 @@ pub(super) fn attend(token: OneThread, base: NamespaceBase, own: OwnedFd, firsts
     ) else {
         confine::exit(FAILED)
     };
-    let mut split = split(token, base);
+    let mut split = split(token, base, network);
     let mut told = None;
     if split.is_err() {
         // The step may succeed at the time of the request; otherwise the failure is reported then.
         told = standby::receive(&own);
-        split = self::split(token, base);
+        split = self::split(token, base, network);
     }
     match split {
         Ok(SplitSide::First { ids, end, network }) => {
@@ -481,7 +490,7 @@ impl LauncherTask {
 fn begin(token: OneThread, charge: LauncherTask) -> ! {
     if let Some(namespaces) = &charge.confinement.namespaces {
         let base = NamespaceBase::of(namespaces);
-        match split(token, base) {
+        match split(token, base, None) {
             Ok(SplitSide::First { ids, end, network }) => {
                 first(token, base, (ids, network), end, || Some(charge))
             }
@@ -552,7 +561,7 @@ impl FinalMessage {
 
 /// Network namespace of the first process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum NetworkNamespace {
+pub(super) enum NetworkNamespace {
     /// The server's network, or a new one over which this process has privileges.
     Given,
     /// A separate network without other processes, over which no process inside has privileges.
@@ -571,8 +580,41 @@ enum SplitSide {
     Launcher { first: Pid, end: OwnedFd },
 }
 
-/// Forks the first process of new namespaces.
-fn split(token: OneThread, base: NamespaceBase) -> Result<SplitSide, LaunchFailure> {
+/// Creates a network without interfaces that are up; returns a descriptor of it, and leaves this
+/// process in the network in which it was.
+pub(super) fn new_network() -> io::Result<OwnedFd> {
+    let own = || {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        rustix::fs::open(c"/proc/self/ns/net", flags, Mode::empty())
+    };
+    let before = own()?;
+    match try_unshare(UnshareFlags::NEWNET) {
+        0 => {}
+        errno => return Err(io::Error::from_raw_os_error(errno)),
+    }
+    let network = own();
+    if enter_network(&before).is_err() {
+        // This process would create launchers without the server's network.
+        confine::exit(FAILED)
+    }
+    Ok(network?)
+}
+
+/// Moves this process to a network of [`new_network`], over which no process of a sandbox has
+/// privileges.
+pub(super) fn enter_network(network: &OwnedFd) -> io::Result<NetworkNamespace> {
+    let kind = LinkNameSpaceType::Network;
+    rustix::thread::move_into_link_name_space(network.as_fd(), Some(kind))?;
+    Ok(NetworkNamespace::Own)
+}
+
+/// Forks the first process of new namespaces. `network` is the network in which this process is,
+/// if it is that of the sandbox.
+fn split(
+    token: OneThread,
+    base: NamespaceBase,
+    network: Option<NetworkNamespace>,
+) -> Result<SplitSide, LaunchFailure> {
     let (end, first_end) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)
         .map_err(|error| failed(LaunchStep::Fork, b"", error))?;
     let ids = OuterIds::own();
@@ -580,15 +622,16 @@ fn split(token: OneThread, base: NamespaceBase) -> Result<SplitSide, LaunchFailu
     if base.user {
         flags |= libc::CLONE_NEWUSER;
     }
-    let mut network = NetworkNamespace::Given;
+    let entered = network.is_some();
+    let mut network = network.unwrap_or(NetworkNamespace::Given);
     // Without the privilege for this call, the network is created together with the user namespace,
     // which grants it.
-    if base.network && try_unshare(UnshareFlags::NEWNET) == 0 {
+    if base.network && !entered && try_unshare(UnshareFlags::NEWNET) == 0 {
         network = NetworkNamespace::Own;
         if base.loopback {
             confine::loopback_up().map_err(|error| failed(LaunchStep::Network, b"", error))?;
         }
-    } else if base.network {
+    } else if base.network && !entered {
         flags |= libc::CLONE_NEWNET;
     }
     // Signals to the whole process tree are meant for the command, which starts with default
@@ -858,10 +901,10 @@ fn restrict(plan: &Landlock) -> io::Result<()> {
         if is_directory { all } else { all & on_files }
     };
     for (path, writable) in &plan.rules {
-        let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC;
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
         let path = Path::new(OsStr::from_bytes(path));
         // A path that does not exist needs no rule.
-        let Ok(fd) = rustix::fs::open(path, flags, rustix::fs::Mode::empty()) else {
+        let Ok(fd) = rustix::fs::open(path, flags, Mode::empty()) else {
             continue;
         };
         ruleset = add(ruleset, fd, |is_directory| grants(is_directory, *writable))?;

@@ -77,6 +77,9 @@ pub struct Namespaces {
     pub user: bool,
     /// Also create a network namespace.
     pub network: bool,
+    /// Whether a network namespace of other sandboxes may be used: no process in it can open a
+    /// socket.
+    pub shared_network: bool,
     /// Listeners in that network, which are sent to the server.
     pub listeners: LoopbackListeners,
     /// The root of the view.
@@ -94,6 +97,7 @@ pub struct Namespaces {
 pub(crate) struct NamespaceBase {
     pub(crate) user: bool,
     pub(crate) network: bool,
+    pub(crate) shared_network: bool,
     /// With a working loopback interface.
     pub(crate) loopback: bool,
     pub(crate) fresh_proc: bool,
@@ -105,6 +109,7 @@ impl NamespaceBase {
         Self {
             user: namespaces.user,
             network: namespaces.network,
+            shared_network: namespaces.shared_network,
             loopback: namespaces.listeners.count() > 0,
             fresh_proc: namespaces.fresh_proc,
             cover_proc: namespaces.cover_proc,
@@ -267,6 +272,9 @@ pub fn build(
     match seccomp::programs(filter) {
         Ok(programs) if host.seccomp => {
             confinement.seccomp = programs;
+            if let Some(namespaces) = &mut confinement.namespaces {
+                namespaces.shared_network = restricted;
+            }
             mechanisms.extend(["seccomp", "no_new_privs"]);
         }
         Ok(_) => missing.push("system call filter: this kernel has no seccomp filters".to_owned()),
@@ -393,6 +401,7 @@ fn namespaces(
     Namespaces {
         user,
         network,
+        shared_network: false,
         listeners: listeners.unwrap_or_default(),
         root,
         mounts,

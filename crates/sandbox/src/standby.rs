@@ -242,6 +242,9 @@ pub(super) struct SpareLaunchers {
     mounts: Option<OwnedFd>,
     /// Pid of a discarded spare.
     ended: Option<Pid>,
+    /// Network without interfaces, for all sandboxes that cannot open a socket; `None` without the
+    /// privilege to create it. A network of its own is the most expensive part of a sandbox.
+    network: Option<OwnedFd>,
 }
 
 /// Waiting launcher and the first process of its namespaces.
@@ -262,6 +265,7 @@ impl SpareLaunchers {
             wanted: None,
             mounts: rustix::fs::open(c"/proc/self/mountinfo", flags, Mode::empty()).ok(),
             ended: None,
+            network: launcher::new_network().ok(),
         }
     }
 
@@ -365,7 +369,9 @@ impl SpareLaunchers {
         match confine::fork_sibling(self.token)? {
             ForkSide::Child => {
                 drop((launcher, first));
-                launcher::attend(self.token, base, own, firsts)
+                let shared = self.network.as_ref().filter(|_| base.shared_network);
+                let network = shared.and_then(|network| launcher::enter_network(network).ok());
+                launcher::attend(self.token, base, network, own, firsts)
             }
             ForkSide::Parent(pid) => Ok(SpareLauncher {
                 base,

@@ -256,7 +256,10 @@ unsafe fn become_program(plan: &ChildPlan<'_>) -> (SpawnStep, c_int) {
                 _ => return (SpawnStep::Execute, last),
             }
         }
-        (SpawnStep::Execute, if forbidden { libc::EACCES } else { last })
+        (
+            SpawnStep::Execute,
+            if forbidden { libc::EACCES } else { last },
+        )
     }
 }
 

@@ -1,5 +1,7 @@
 //! Resident memory of an idle server, of a running process and of an idle connection.
 
+use std::time::Duration;
+
 use super::spawn::wait_closed;
 use super::{Bench, RowSpec};
 use crate::client::{BenchClient, ChildStdio};
@@ -19,8 +21,33 @@ fn line(name: String, limit: f64, aim: f64) -> RowSpec {
     }
 }
 
-/// A server that has just served its first connection.
+/// A server that has just served its first connection, and the same some seconds later, when its
+/// start-up code has left memory.
 pub(super) fn idle(bench: &Bench) -> Vec<ReportRow> {
+    let mut rows = served(bench);
+    let line = line(
+        "idle server and guardian, proportional set".to_owned(),
+        6.0 * MIB,
+        5.0 * MIB,
+    );
+    rows.extend(
+        bench
+            .without_peer()
+            .measure_each(bench.pick(3, 1), line, |command| {
+                let server = BenchServer::start_observed(command)?;
+                drop(server.client()?);
+                std::thread::sleep(AT_REST);
+                drop(server.client()?);
+                Ok(Figure::plain(server.proportional()? as f64))
+            }),
+    );
+    rows
+}
+
+/// Time after which a server has returned what only its start-up needed.
+const AT_REST: Duration = Duration::from_secs(2);
+
+fn served(bench: &Bench) -> Vec<ReportRow> {
     let line = line("idle server resident".to_owned(), 14.0 * MIB, 7.0 * MIB);
     bench.measure_each(bench.pick(3, 1), line, |command| {
         let server = BenchServer::start_observed(command)?;

@@ -19,6 +19,7 @@ use exec_server_relay::noise::{SEED_BYTES, StaticKeys};
 use exec_server_relay::{EndpointLimits, RelayExecutorConfig, RelayHarnessConfig};
 use exec_server_transport::link::{Link, RawEvent};
 use exec_server_transport::{ConnectOptions, connect};
+use rustix::process::Pid;
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
@@ -40,7 +41,7 @@ const CONCURRENT_CALLS: usize = 32;
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// A rendezvous server that can be killed and restarted.
-struct RestartableRendezvous {
+pub(super) struct RestartableRendezvous {
     command: CommandLine,
     files: TempDir,
     address: String,
@@ -50,7 +51,7 @@ struct RestartableRendezvous {
 }
 
 impl RestartableRendezvous {
-    fn new(command: &CommandLine) -> anyhow::Result<Self> {
+    pub(super) fn new(command: &CommandLine) -> anyhow::Result<Self> {
         // The port is released here and bound by the server; it stays the same after a restart.
         let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
         let mut server = Self {
@@ -91,6 +92,34 @@ impl RestartableRendezvous {
             .as_ref()
             .context("the rendezvous server does not run")?;
         program.resident_at_rest()
+    }
+
+    /// Registers and attaches this many executors, which stay attached until they are dropped.
+    pub(super) fn attach(&self, count: usize) -> anyhow::Result<Vec<Link>> {
+        self.runtime.block_on(attach(&self.access(), count))
+    }
+
+    /// Number of open descriptors of the server.
+    pub(super) fn descriptors(&self) -> anyhow::Result<usize> {
+        let path = format!("/proc/{}/fd", self.pid()?.as_raw_nonzero());
+        Ok(std::fs::read_dir(path)?.count())
+    }
+
+    /// Waits until the server has no more open descriptors than this.
+    pub(super) fn wait_for_descriptors(&self, count: usize) -> anyhow::Result<()> {
+        let start = Instant::now();
+        while self.descriptors()? > count {
+            ensure!(start.elapsed() < TIME_LIMIT, "connections are still open");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
+    pub(super) fn pid(&self) -> anyhow::Result<Pid> {
+        let program = self.program.as_ref();
+        Ok(program
+            .context("the rendezvous server does not run")?
+            .own_pid())
     }
 
     fn access(&self) -> RegistryAccess {
@@ -245,20 +274,25 @@ where
     Ok(done)
 }
 
+/// Registers and attaches `count` executors.
+async fn attach(access: &RegistryAccess, count: usize) -> anyhow::Result<Vec<Link>> {
+    for_each(count, |index| {
+        let access = access.clone();
+        async move {
+            let environment = format!("pairs-{index}");
+            let registry = access.registry(&environment, &access.executor)?;
+            let registered = registry.register(&key()?, None).await?;
+            dial(&registered.url).await
+        }
+    })
+    .await
+}
+
 impl ConnectedPairs {
     /// Connects `count` executors and a harness to each, and opens the streams of `count / 10`.
     async fn new(access: &RegistryAccess, count: usize) -> anyhow::Result<Self> {
-        let attach = |index: usize| {
-            let access = access.clone();
-            async move {
-                let environment = format!("pairs-{index}");
-                let registry = access.registry(&environment, &access.executor)?;
-                let registered = registry.register(&key()?, None).await?;
-                dial(&registered.url).await
-            }
-        };
         let mut executors = JoinSet::new();
-        for link in for_each(count, attach).await? {
+        for link in attach(access, count).await? {
             executors.spawn(echo(link));
         }
         let enter = |index: usize| {

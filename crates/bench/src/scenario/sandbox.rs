@@ -244,10 +244,13 @@ fn denying(sandbox: &Sandbox, path: &std::path::Path) -> anyhow::Result<Sandbox>
     Ok(sandbox)
 }
 
-/// A workspace policy as clients send it, and a read-only policy; cost added to a spawn without a
-/// policy.
+/// Concurrent starts.
+const WIDTH: usize = 16;
+
+/// A workspace policy as clients send it, and a read-only policy: cost of one start, and how much of
+/// it a start without a policy does not have; starts sixteen at a time.
 fn spawns(bench: &Bench, suffix: &str) -> Vec<ReportRow> {
-    let count = bench.pick(40, 20);
+    let (count, many) = (bench.pick(40, 20), bench.pick(320, 160));
     let line = |name: &str| RowSpec {
         name: format!("sandboxed spawn {name}{suffix}, added p50"),
         unit: Unit::Seconds,
@@ -256,6 +259,23 @@ fn spawns(bench: &Bench, suffix: &str) -> Vec<ReportRow> {
             limit: if suffix.is_empty() { 0.0025 } else { 0.004 },
             aim: 0.0015,
         }],
+    };
+    let whole = RowSpec {
+        name: format!("sandboxed spawn workspace-write{suffix}, p50"),
+        goals: vec![Goal::Value {
+            limit: 0.002,
+            aim: 0.0015,
+        }],
+        ..line("")
+    };
+    let rate = RowSpec {
+        name: format!("sandboxed spawn workspace-write{suffix}, 16-way"),
+        unit: Unit::PerSecond,
+        goals: vec![Goal::Value {
+            limit: 1000.0,
+            aim: 1500.0,
+        }],
+        ..line("")
     };
     let directory = std::env::temp_dir();
     let workspace = policy(
@@ -266,16 +286,19 @@ fn spawns(bench: &Bench, suffix: &str) -> Vec<ReportRow> {
         &directory,
     );
     let reading = policy(&[], &directory);
-    let lines = vec![line("workspace-write"), line("read-only")];
+    let lines = vec![line("workspace-write"), line("read-only"), whole, rate];
     let floor = || Ok(());
     bench.rounds(bench.pick(13, 3), lines, floor, |server, ()| {
         let mut client = server.client()?;
         let plain = sequential(&mut client, count, None)?;
+        let rate = concurrent(&mut client, many, &workspace)?;
         let workspace = sequential(&mut client, count, Some(&workspace))?;
         let reading = sequential(&mut client, count, Some(&reading))?;
         Ok(vec![
             Figure::plain((workspace - plain).max(0.0)),
             Figure::plain((reading - plain).max(0.0)),
+            Figure::plain(workspace),
+            Figure::plain(rate),
         ])
     })
 }
@@ -319,4 +342,17 @@ fn sequential(
         samples.push(start.elapsed().as_secs_f64());
     }
     Ok(median(&samples))
+}
+
+/// Processes per second with [`WIDTH`] of them concurrently.
+fn concurrent(client: &mut BenchClient, count: usize, sandbox: &Sandbox) -> anyhow::Result<f64> {
+    let start = Instant::now();
+    for number in 0..count {
+        if number >= WIDTH {
+            wait_closed(client, 1)?;
+        }
+        client.start_in(Some(sandbox), &[TRUE], ChildStdio::Pipe)?;
+    }
+    wait_closed(client, WIDTH)?;
+    Ok(count as f64 / start.elapsed().as_secs_f64())
 }

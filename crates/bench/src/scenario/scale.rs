@@ -1,5 +1,5 @@
-//! Growth of cost with the number of processes, sessions, connections, readers of one process, and
-//! watched directories.
+//! Growth of cost with the number of processes, sessions, connections, readers of one process,
+//! watched directories, and environments of a rendezvous server.
 //!
 //! Each kind is created in sizes up to 10,000 on a new server. Time, CPU and memory of each size go
 //! to standard error; the rows contain the exponent `e` of cost = size^e between the two largest
@@ -12,10 +12,11 @@ use anyhow::{Context as _, ensure};
 use exec_server_client::protocol::PathUri;
 use rustix::process::{Pid, Resource, getrlimit};
 
+use super::rendezvous::RestartableRendezvous;
 use super::{Bench, RowSpec};
 use crate::client::{BenchClient, ChildStdio};
 use crate::report::{Figure, Goal, ReportRow, Unit};
-use crate::server::{BenchServer, CommandLine};
+use crate::server::{BenchServer, CommandLine, own_memory};
 
 /// Server options that allow the largest size.
 const LIMITS: [&str; 6] = [
@@ -50,22 +51,23 @@ struct ObjectKind {
     /// Descriptors that the server, or this program, needs for each.
     descriptors: usize,
     /// Creates this many objects and ends them; starts and stops the clock.
-    run: fn(&BenchServer, usize, &mut Clock<'_>) -> anyhow::Result<()>,
+    run: fn(&BenchServer, usize, &mut Clock) -> anyhow::Result<()>,
 }
 
 /// Measures what happens between [`Clock::start`] and [`Clock::stop`].
-struct Clock<'a> {
-    server: &'a BenchServer,
+struct Clock {
+    /// Processes whose CPU time counts; the memory of the last one does.
+    processes: Vec<Pid>,
     begun: Instant,
     cpu: f64,
     memory: f64,
     cost: SizeCost,
 }
 
-impl<'a> Clock<'a> {
-    fn new(server: &'a BenchServer) -> Self {
+impl Clock {
+    fn new(processes: Vec<Pid>) -> Self {
         Self {
-            server,
+            processes,
             begun: Instant::now(),
             cpu: 0.0,
             memory: 0.0,
@@ -79,7 +81,7 @@ impl<'a> Clock<'a> {
 
     /// To be called when all preparation outside the server is done.
     fn start(&mut self) -> anyhow::Result<()> {
-        self.memory = self.server.own_memory()? as f64;
+        self.memory = self.memory_bytes()?;
         self.cpu = self.cpu_seconds()?;
         self.begun = Instant::now();
         Ok(())
@@ -88,7 +90,7 @@ impl<'a> Clock<'a> {
     /// To be called when all objects exist.
     fn all_exist(&mut self) -> anyhow::Result<()> {
         let before = Instant::now();
-        self.cost.bytes = self.server.own_memory()? as f64 - self.memory;
+        self.cost.bytes = self.memory_bytes()? - self.memory;
         self.begun += before.elapsed();
         Ok(())
     }
@@ -100,8 +102,13 @@ impl<'a> Clock<'a> {
         Ok(())
     }
 
+    fn memory_bytes(&self) -> anyhow::Result<f64> {
+        let last = self.processes.last().context("no process")?;
+        Ok(own_memory(*last)? as f64)
+    }
+
     fn cpu_seconds(&self) -> anyhow::Result<f64> {
-        cpu_seconds(&[self.server.own_pid(), self.server.serving_pid()])
+        cpu_seconds(&self.processes)
     }
 }
 
@@ -143,47 +150,61 @@ pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     let bench = bench.without_peer();
     let mut rows = Vec::new();
     for kind in KINDS {
-        let lines = ["time", "CPU", "memory"].map(|of| RowSpec {
-            name: format!("scale: {}, exponent of {of}", kind.name),
-            unit: Unit::Number,
-            base: "",
-            goals: vec![Goal::Value {
-                limit: 1.1,
-                aim: 1.1,
-            }],
-        });
-        let prepare = |command: &CommandLine| Ok(command.clone());
-        rows.extend(bench.alone(1, lines.into(), prepare, |command| {
-            let mut costs = Vec::new();
-            for &size in &fitting(sizes, kind.descriptors) {
-                let cost = measure(command, &kind, size)?;
-                eprintln!(
-                    "{} {}: {:.3} s, {:.3} s of CPU, {:.1} MiB",
-                    size,
-                    kind.name,
-                    cost.seconds,
-                    cost.cpu_seconds,
-                    cost.bytes / 1024.0 / 1024.0
-                );
-                costs.push((size as f64, cost));
-            }
-            let [.., (small, before), (large, after)] = costs[..] else {
-                anyhow::bail!("one size only")
-            };
-            // Below `least` a figure is noise of the scheduler, of the kernel's CPU clock or of the
-            // allocator.
-            let exponent = |of: fn(SizeCost) -> f64, least: f64| {
-                let (before, after) = (of(before).max(least), of(after).max(least));
-                Figure::plain((after / before).ln() / (large / small).ln())
-            };
-            Ok(vec![
-                exponent(|cost| cost.seconds, 0.02),
-                exponent(|cost| cost.cpu_seconds, 0.05),
-                exponent(|cost| cost.bytes, 2.0 * 1024.0 * 1024.0),
-            ])
+        let sizes = fitting(sizes, kind.descriptors);
+        rows.extend(growth(&bench, kind.name, &sizes, |command, size| {
+            measure(command, &kind, size)
         }));
     }
+    let sizes = fitting(sizes, 1);
+    rows.extend(growth(&bench, "environments", &sizes, environments));
     rows
+}
+
+/// Measures each size and returns the exponents.
+fn growth(
+    bench: &Bench,
+    name: &str,
+    sizes: &[usize],
+    mut measure: impl FnMut(&CommandLine, usize) -> anyhow::Result<SizeCost>,
+) -> Vec<ReportRow> {
+    let lines = ["time", "CPU", "memory"].map(|of| RowSpec {
+        name: format!("scale: {name}, exponent of {of}"),
+        unit: Unit::Number,
+        base: "",
+        goals: vec![Goal::Value {
+            limit: 1.1,
+            aim: 1.1,
+        }],
+    });
+    let prepare = |command: &CommandLine| Ok(command.clone());
+    bench.alone(1, lines.into(), prepare, |command| {
+        let mut costs = Vec::new();
+        for &size in sizes {
+            let cost = measure(command, size)?;
+            eprintln!(
+                "{} {name}: {:.3} s, {:.3} s of CPU, {:.1} MiB",
+                size,
+                cost.seconds,
+                cost.cpu_seconds,
+                cost.bytes / 1024.0 / 1024.0
+            );
+            costs.push((size as f64, cost));
+        }
+        let [.., (small, before), (large, after)] = costs[..] else {
+            anyhow::bail!("one size only")
+        };
+        // Below `least` a figure is noise of the scheduler, of the kernel's CPU clock or of the
+        // allocator.
+        let exponent = |of: fn(SizeCost) -> f64, least: f64| {
+            let (before, after) = (of(before).max(least), of(after).max(least));
+            Figure::plain((after / before).ln() / (large / small).ln())
+        };
+        Ok(vec![
+            exponent(|cost| cost.seconds, 0.02),
+            exponent(|cost| cost.cpu_seconds, 0.05),
+            exponent(|cost| cost.bytes, 2.0 * 1024.0 * 1024.0),
+        ])
+    })
 }
 
 /// The sizes for which there are descriptors enough. One that does not fit is replaced by the largest
@@ -205,8 +226,9 @@ fn measure(command: &CommandLine, kind: &ObjectKind, size: usize) -> anyhow::Res
     let options = [&LIMITS[..], &MORE_LIMITS[..]].concat();
     let server = BenchServer::start_with(command, &options)?.observed()?;
     // Excludes one-time costs of the first object of a kind.
-    (kind.run)(&server, 20, &mut Clock::new(&server))?;
-    let mut clock = Clock::new(&server);
+    let clock = || Clock::new(vec![server.own_pid(), server.serving_pid()]);
+    (kind.run)(&server, 20, &mut clock())?;
+    let mut clock = clock();
     (kind.run)(&server, size, &mut clock)?;
     Ok(clock.cost)
 }
@@ -242,7 +264,7 @@ fn sleepers(client: &mut BenchClient, count: usize) -> anyhow::Result<Vec<u64>> 
 }
 
 /// Processes that end with their session.
-fn processes(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
+fn processes(server: &BenchServer, count: usize, clock: &mut Clock) -> anyhow::Result<()> {
     let mut client = server.client()?;
     clock.start()?;
     sleepers(&mut client, count)?;
@@ -253,7 +275,7 @@ fn processes(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyho
 }
 
 /// Processes that are terminated by one request each.
-fn terminated(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
+fn terminated(server: &BenchServer, count: usize, clock: &mut Clock) -> anyhow::Result<()> {
     let mut client = server.client()?;
     clock.start()?;
     let started = sleepers(&mut client, count)?;
@@ -270,7 +292,7 @@ fn terminated(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyh
 }
 
 /// Sessions that wait for their clients, and then all expire.
-fn sessions(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
+fn sessions(server: &BenchServer, count: usize, clock: &mut Clock) -> anyhow::Result<()> {
     let mut clients = Vec::with_capacity(count);
     clock.start()?;
     for _ in 0..count {
@@ -285,7 +307,7 @@ fn sessions(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow
 }
 
 /// Connections that have upgraded and sent nothing.
-fn connections(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
+fn connections(server: &BenchServer, count: usize, clock: &mut Clock) -> anyhow::Result<()> {
     let mut clients = Vec::with_capacity(count);
     clock.start()?;
     for _ in 0..count {
@@ -299,7 +321,7 @@ fn connections(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> any
 }
 
 /// Requests that wait for the next output of one process, all answered by one line of output.
-fn readers(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
+fn readers(server: &BenchServer, count: usize, clock: &mut Clock) -> anyhow::Result<()> {
     let mut owner = server.client()?;
     let (request, process) = owner.start(&["cat"], ChildStdio::PipeWithInput)?;
     owner.answer(request)?;
@@ -319,7 +341,7 @@ fn readers(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow:
 }
 
 /// A tree of `count` directories under one watch.
-fn watched(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
+fn watched(server: &BenchServer, count: usize, clock: &mut Clock) -> anyhow::Result<()> {
     let tree = tempfile::tempdir()?;
     for number in 0..count {
         fs::create_dir_all(tree.path().join(format!("{}/{number}", number % 100)))?;
@@ -336,4 +358,21 @@ fn watched(server: &BenchServer, count: usize, clock: &mut Clock<'_>) -> anyhow:
     clock.stop()?;
     ensure!(tree.path().is_dir(), "the tree was removed");
     Ok(())
+}
+
+/// Executors that register and attach to a rendezvous server, and then all leave.
+fn environments(command: &CommandLine, count: usize) -> anyhow::Result<SizeCost> {
+    let server = RestartableRendezvous::new(command)?;
+    // The first registrations open files of the store, too.
+    let before = server.descriptors()? + 4;
+    drop(server.attach(20)?);
+    server.wait_for_descriptors(before)?;
+    let mut clock = Clock::new(vec![server.pid()?]);
+    clock.start()?;
+    let attached = server.attach(count)?;
+    clock.all_exist()?;
+    drop(attached);
+    server.wait_for_descriptors(before)?;
+    clock.stop()?;
+    Ok(clock.cost)
 }
