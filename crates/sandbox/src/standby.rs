@@ -243,7 +243,7 @@ pub(super) struct SpareLaunchers {
     /// Pid of a discarded spare.
     ended: Option<Pid>,
     /// Network without interfaces, for all sandboxes that cannot open a socket; `None` without the
-    /// privilege to create it. A network of its own is the most expensive part of a sandbox.
+    /// privilege to create it. A separate network is the most expensive part of a sandbox.
     network: Option<OwnedFd>,
 }
 

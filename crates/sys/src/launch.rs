@@ -149,7 +149,7 @@ fn clone_child(stack: &mut [u8], plan: &mut ChildPlan<'_>) -> io::Result<Cloned>
     // has exclusive use of the stack, of `plan` and of everything it points to. All signals are
     // blocked across the call: no signal handler of this process can run in the child on the shared
     // memory. The child calls only functions that are safe after vfork, never returns from
-    // `child`, and changes no descriptor before it has a table of its own.
+    // `child`, and changes no descriptor before it has a separate table.
     unsafe {
         libc::sigfillset(&mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut old);

@@ -22,24 +22,15 @@ use super::{PATIENCE, config, eventually, live_bytes, serially, served};
 /// new kinds. A leaked record of a process costs some thousand.
 const SLACK_PER_OBJECT: usize = 100;
 
-/// What all objects together may leave behind, in bytes.
+/// What all objects together may leave behind, in bytes: a reused read buffer of another kind.
 const SLACK: usize = 128 * 1024;
-
-/// Size of all unused read buffers that the executor keeps for reuse: 16 of 64 KiB. How many are in use
-/// at the time of a measurement depends on the scheduler.
-const READ_BUFFERS: usize = 1024 * 1024;
 
 /// Runs `object` `count` times to warm up, and `count` times more.
 ///
 /// # Panics
 ///
 /// If live bytes do not return to those after the warm-up.
-pub(super) async fn leaves_nothing(count: usize, object: impl AsyncFnMut(usize)) {
-    leaves_at_most(SLACK, count, object).await;
-}
-
-/// As `leaves_nothing`, with `slack` bytes that all objects together may leave behind.
-async fn leaves_at_most(slack: usize, count: usize, mut object: impl AsyncFnMut(usize)) {
+pub(super) async fn leaves_nothing(count: usize, mut object: impl AsyncFnMut(usize)) {
     for number in 0..count {
         object(number).await;
     }
@@ -51,7 +42,7 @@ async fn leaves_at_most(slack: usize, count: usize, mut object: impl AsyncFnMut(
     }
     eventually("live bytes return to those before", || {
         let now = live_bytes();
-        let allowed = before + slack + SLACK_PER_OBJECT * count;
+        let allowed = before + SLACK + SLACK_PER_OBJECT * count;
         (now <= allowed).then_some(()).ok_or_else(|| {
             format!("{before} before, {now} after {count} objects, {allowed} allowed")
         })
@@ -69,11 +60,34 @@ pub(super) fn sh(number: usize, script: &str) -> StartParams {
     }
 }
 
+/// Runs a process whose output occupies as many read buffers at one time as are kept for reuse
+/// (16 of 64 KiB). Otherwise their number depends on how many processes overlap, and grows when more
+/// of them do by chance.
+pub(super) async fn fill_reused_buffers(server: &Server, client: &ExecServerClient) {
+    let params = sh(usize::MAX, "head -c 3000000 /dev/zero");
+    let process = client.start(params).await.unwrap().process;
+    let output = process.output(CollectOptions::default()).await.unwrap();
+    assert_eq!(output.stdout.len(), 3_000_000);
+    drop(process);
+    no_output_is_retained(server).await;
+}
+
+async fn no_output_is_retained(server: &Server) {
+    eventually("no output is retained", || {
+        match server.executor().retained_bytes() {
+            0 => Ok(()),
+            bytes => Err(bytes),
+        }
+    })
+    .await;
+}
+
 /// Starts processes that write 300 kB each and reads them to their end.
 async fn processes_leave_nothing(change: impl Fn(&mut StartParams)) {
     let _one = serially().await;
     let (server, client) = served(config()).await;
-    leaves_at_most(READ_BUFFERS + SLACK, 30, async |number| {
+    fill_reused_buffers(&server, &client).await;
+    leaves_nothing(30, async |number| {
         let mut params = sh(number, "head -c 300000 /dev/zero");
         change(&mut params);
         let process = client.start(params).await.unwrap().process;
@@ -82,13 +96,7 @@ async fn processes_leave_nothing(change: impl Fn(&mut StartParams)) {
         assert_eq!(output.exit.unwrap().exit_code, 0);
     })
     .await;
-    eventually("no output is retained", || {
-        match server.executor().retained_bytes() {
-            0 => Ok(()),
-            bytes => Err(bytes),
-        }
-    })
-    .await;
+    no_output_is_retained(&server).await;
 }
 
 #[tokio::test]
@@ -128,7 +136,8 @@ async fn processes_with_input_that_is_never_read_leave_no_memory() {
 async fn processes_of_a_client_that_reads_nothing_leave_no_memory() {
     let _one = serially().await;
     let (server, client) = served(config()).await;
-    leaves_at_most(READ_BUFFERS + SLACK, 40, async |number| {
+    fill_reused_buffers(&server, &client).await;
+    leaves_nothing(20, async |number| {
         let params = sh(number, "head -c 100000 /dev/zero");
         let process = client.start(params).await.unwrap().process;
         let wait = process.wait(WaitUntil::Exited, None);

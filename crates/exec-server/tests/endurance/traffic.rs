@@ -25,7 +25,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 
-use super::leaks::{leaves_nothing, sh};
+use super::leaks::{fill_reused_buffers, leaves_nothing, sh};
 use super::{PATIENCE, config, eventually, serially, served};
 
 /// 2 MiB: more than a connection or a body route buffers.
@@ -249,11 +249,17 @@ impl Relay {
             .wait_for(|status| *status == Status::Attached)
             .await
             .unwrap();
-        Self {
+        let relay = Self {
             url,
             executor,
             _state: state,
-        }
+        };
+        let client = ExecServerClient::connect_registry(relay.args(&relay.url))
+            .await
+            .unwrap();
+        fill_reused_buffers(&relay.executor, &client).await;
+        client.end_session().await.unwrap();
+        relay
     }
 
     /// Arguments of a client that reaches the rendezvous server under this URL.

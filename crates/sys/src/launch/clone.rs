@@ -143,7 +143,7 @@ unsafe fn clone3(
     let result: i64;
     // SAFETY: the kernel reads the arguments and writes the descriptor, both live locals. In the
     // parent the call changes only the three registers that are named as outputs. The child begins
-    // at the end of its own stack, which is aligned to 16 bytes, calls `entry` there and never
+    // at the end of a separate stack, which is aligned to 16 bytes, calls `entry` there and never
     // reaches the code after label 2.
     unsafe {
         std::arch::asm!(
