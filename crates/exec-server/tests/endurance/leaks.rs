@@ -63,7 +63,7 @@ pub(super) fn sh(number: usize, script: &str) -> StartParams {
 /// Runs a process whose output occupies as many read buffers at one time as are kept for reuse
 /// (16 of 64 KiB). Otherwise their number depends on how many processes overlap, and grows when more
 /// of them do by chance.
-pub(super) async fn fill_reused_buffers(server: &Server, client: &ExecServerClient) {
+pub(super) async fn fill_reused_buffers(server: &ExecServer, client: &ExecServerClient) {
     let params = sh(usize::MAX, "head -c 3000000 /dev/zero");
     let process = client.start(params).await.unwrap().process;
     let output = process.output(CollectOptions::default()).await.unwrap();
@@ -72,7 +72,7 @@ pub(super) async fn fill_reused_buffers(server: &Server, client: &ExecServerClie
     no_output_is_retained(server).await;
 }
 
-async fn no_output_is_retained(server: &Server) {
+async fn no_output_is_retained(server: &ExecServer) {
     eventually("no output is retained", || {
         match server.executor().retained_bytes() {
             0 => Ok(()),

@@ -8,18 +8,20 @@ use std::time::Duration;
 use exec_server::http::{ExecutorHttp as _, HttpRequest};
 use exec_server::protocol::network::{NetworkProxy, PolicyAnswer, PolicyTarget};
 use exec_server::protocol::process::{StartParams, TerminateMode};
-use exec_server::registry::{RegistryAuth, RegistryConnectArgs};
-use exec_server::remote::{self, RemoteEnvironmentConfig, Status};
-use exec_server::transport::identity;
-use exec_server::transport::registry::RegistryOptions;
+use exec_server::registry::{RegistryAuth, RegistryConnectArgs, RegistryOptions, identity};
+use exec_server::remote::{self, RemoteEnvironmentConfig, RemoteStatus};
 use exec_server::{
-    CollectOptions, ExecBackend as _, ExecProcessEvent, ExecServerClient, ExecServerConfig, Server,
+    CollectOptions, ExecBackend as _, ExecProcessEvent, ExecServer, ExecServerClient,
+    ExecServerConfig,
 };
 use exec_server_client::{BoxFuture, NetworkPolicyDecider};
-use exec_server_rendezvous::mailbox::Backlog;
-use exec_server_rendezvous::signature::Signer;
-use exec_server_rendezvous::{Config, Embedded, Local, Parts, Rendezvous, RouterLimits, Tokens};
-use exec_server_testkit::proxy::Proxy;
+use exec_server_rendezvous::mailbox::MailboxBacklog;
+use exec_server_rendezvous::signature::UrlSigner;
+use exec_server_rendezvous::{
+    EmbeddedStore, LocalRouter, RendezvousConfig, RendezvousParts, RendezvousServer, RouterLimits,
+    Tokens,
+};
+use exec_server_testkit::proxy::TcpProxy;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -208,28 +210,28 @@ async fn questions_about_networks_leave_no_memory() {
 /// Rendezvous server and one executor, both in this process.
 struct Relay {
     url: String,
-    executor: Server,
+    executor: ExecServer,
     _state: TempDir,
 }
 
 impl Relay {
     async fn start() -> Self {
         let state = tempfile::tempdir().unwrap();
-        let backlog = Arc::new(Backlog::default());
-        let router = Local::new(RouterLimits::default(), Arc::clone(&backlog));
+        let backlog = Arc::new(MailboxBacklog::default());
+        let router = LocalRouter::new(RouterLimits::default(), Arc::clone(&backlog));
         let tokens: Tokens = "machine executor machine-token\n\
              alice harness alice-token\n"
             .parse()
             .unwrap();
-        let parts = Parts {
-            store: Arc::new(Embedded::open(&state.path().join("store")).unwrap()),
+        let parts = RendezvousParts {
+            store: Arc::new(EmbeddedStore::open(&state.path().join("store")).unwrap()),
             router: Arc::new(router),
             backlog,
-            signer: Signer::new("s".repeat(32).into()).unwrap(),
+            signer: UrlSigner::new("s".repeat(32).into()).unwrap(),
             tokens,
             audit: None,
         };
-        let rendezvous = Rendezvous::new(Config::default(), parts);
+        let rendezvous = RendezvousServer::new(RendezvousConfig::default(), parts);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         tokio::spawn(async move { rendezvous.serve(listener, None).await });
@@ -240,13 +242,13 @@ impl Relay {
             RegistryOptions::new(auth),
             identity::generate(),
         );
-        let executor = Server::new(super::config()).unwrap();
+        let executor = ExecServer::new(super::config()).unwrap();
         let serving = executor.clone();
-        let status = watch::Sender::new(Status::Connecting);
+        let status = watch::Sender::new(RemoteStatus::Connecting);
         let mut attached = status.subscribe();
         tokio::spawn(async move { remote::serve(&serving, config, status).await });
         attached
-            .wait_for(|status| *status == Status::Attached)
+            .wait_for(|status| *status == RemoteStatus::Attached)
             .await
             .unwrap();
         let relay = Self {
@@ -319,7 +321,7 @@ async fn relay_streams_leave_no_memory() {
 async fn relay_streams_with_cut_sockets_leave_no_memory() {
     let _one = serially().await;
     let relay = Relay::start().await;
-    let proxy = Proxy::start(&relay.url.replace("http://", "ws://")).await;
+    let proxy = TcpProxy::start(&relay.url.replace("http://", "ws://")).await;
     let url = proxy.url().replace("ws://", "http://");
     leaves_nothing(12, async |number| {
         let mut args = relay.args(&url);
