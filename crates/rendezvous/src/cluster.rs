@@ -536,13 +536,18 @@ impl ClusterShared {
     /// All nodes that are alive, this one first.
     pub(crate) fn nodes(&self) -> Vec<NodeStatus> {
         let mut nodes = vec![self.own_node()];
+        nodes.extend(self.other_nodes());
+        nodes
+    }
+
+    /// The other nodes that are alive, by name.
+    pub(crate) fn other_nodes(&self) -> Vec<NodeStatus> {
         let state = self.state();
         let others = state.leases.iter();
         let others = others.filter(|(name, _)| state.rules.is_alive(name));
         let mut others: Vec<_> = others.map(|(_, lease)| lease.node.clone()).collect();
         others.sort_by(|a, b| a.name.cmp(&b.name));
-        nodes.extend(others);
-        nodes
+        others
     }
 
     fn own_node(&self) -> NodeStatus {

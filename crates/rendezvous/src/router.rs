@@ -277,8 +277,14 @@ pub trait Router: fmt::Debug + Send + Sync {
         reason: EndReason,
     ) -> usize;
 
-    /// All nodes of the cluster, this one first.
+    /// All nodes of the cluster, this one first. Counts the sockets of this node: its cost grows
+    /// with them.
     fn nodes(&self) -> BoxFuture<'_, Vec<NodeStatus>>;
+
+    /// The other nodes of the cluster, as they described themselves last.
+    fn other_nodes(&self) -> Vec<NodeStatus> {
+        Vec::new()
+    }
 
     /// All environments with an attached executor, on any node.
     fn environments(&self) -> BoxFuture<'_, Vec<AttachedEnvironment>>;

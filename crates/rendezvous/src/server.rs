@@ -729,8 +729,7 @@ impl HttpConnectionState {
                 let mut response = registry
                     .register(caller, environment, request, &address)
                     .await?;
-                (response.registries, response.urls) =
-                    self.other_nodes(environment, &response.url).await;
+                (response.registries, response.urls) = self.other_nodes(environment, &response.url);
                 let line = json!({
                     "environment": environment, "token": token, "tenant": tenant,
                     "registration": response.executor_registration_id,
@@ -745,8 +744,7 @@ impl HttpConnectionState {
                 let mut response = registry
                     .connect(caller, environment, &request, &address)
                     .await?;
-                (response.registries, response.urls) =
-                    self.other_nodes(environment, &response.url).await;
+                (response.registries, response.urls) = self.other_nodes(environment, &response.url);
                 let key = request.harness_public_key.fingerprint();
                 shared.log_audit(
                     "authorized",
@@ -878,13 +876,12 @@ impl HttpConnectionState {
 
     /// URLs of the other nodes for failover, and the same websocket URL on each of them. The order
     /// depends on the environment, so that peers of a failed node spread over the others.
-    async fn other_nodes(&self, environment: &str, url: &str) -> (Vec<String>, Vec<String>) {
+    fn other_nodes(&self, environment: &str, url: &str) -> (Vec<String>, Vec<String>) {
         /// Maximum number of alternatives; no client tries more.
         const MAX: usize = 8;
-        let nodes = self.shared.registry.router.nodes().await;
+        let nodes = self.shared.registry.router.other_nodes();
         let mut others: Vec<_> = nodes
             .into_iter()
-            .skip(1)
             .filter(|node| !node.draining)
             .filter_map(|node| Some((failover_order(environment, &node.name), node.url?)))
             .collect();

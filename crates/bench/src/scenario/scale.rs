@@ -2,8 +2,8 @@
 //! watched directories, and environments of a rendezvous server.
 //!
 //! Each kind is created in sizes up to 10,000 on a new server. Time, CPU and memory of each size go
-//! to standard error; the rows contain the exponent `e` of cost = size^e between the two largest
-//! sizes, where constant costs no longer matter. 1 is linear.
+//! to standard error; the rows contain the exponent `e` of cost = size^e between the largest size and
+//! the largest one of at most its half, where constant costs no longer matter. 1 is linear.
 
 use std::fs;
 use std::time::Instant;
@@ -190,9 +190,10 @@ fn growth(
             );
             costs.push((size as f64, cost));
         }
-        let [.., (small, before), (large, after)] = costs[..] else {
-            anyhow::bail!("one size only")
-        };
+        // Between sizes that are closer to each other, noise of the machine decides the exponent.
+        let (large, after) = *costs.last().context("no size")?;
+        let smaller = costs.iter().rev().find(|(size, _)| *size <= large / 2.0);
+        let (small, before) = *smaller.context("one size only")?;
         // Below `least` a figure is noise of the scheduler, of the kernel's CPU clock or of the
         // allocator.
         let exponent = |of: fn(SizeCost) -> f64, least: f64| {

@@ -267,6 +267,10 @@ impl Router for NatsRouter {
         count + shared.local.retain_harnesses(stays, reason)
     }
 
+    fn other_nodes(&self) -> Vec<NodeStatus> {
+        self.shared().other_nodes()
+    }
+
     fn nodes(&self) -> BoxFuture<'_, Vec<NodeStatus>> {
         Box::pin(std::future::ready(self.shared().nodes()))
     }
