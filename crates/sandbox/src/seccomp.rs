@@ -61,37 +61,46 @@ pub fn programs(filter: FilterPurpose) -> Result<Vec<Vec<Instruction>>, FilterEr
 fn compile(filter: FilterPurpose) -> Result<Vec<Vec<Instruction>>, FilterError> {
     let failed = |error: &dyn std::fmt::Display| FilterError(error.to_string());
     let arch = TargetArch::try_from(std::env::consts::ARCH).map_err(|error| failed(&error))?;
-    let compile = |rules, errno: i32| -> Result<BpfProgram, FilterError> {
-        let action = SeccompAction::Errno(errno.unsigned_abs());
+    let compile = |rules| -> Result<BpfProgram, FilterError> {
+        let action = SeccompAction::Errno(libc::EPERM.unsigned_abs());
         let filter = SeccompFilter::new(rules, SeccompAction::Allow, action, arch)
             .map_err(|error| failed(&error))?;
         BpfProgram::try_from(filter).map_err(|error| failed(&error))
     };
-    let program = |mut rules: SyscallRules, errno: i32| -> Result<Vec<Instruction>, FilterError> {
-        let mut lines = foreign_numbers();
-        while !rules.is_empty() {
-            let rest = match rules.keys().nth(SECTION_CALLS) {
-                Some(&next) => rules.split_off(&next),
-                None => SyscallRules::new(),
-            };
-            let last = rules.keys().next_back().copied().unwrap_or_default();
-            let section = compile(std::mem::replace(&mut rules, rest), errno)?;
-            if !rules.is_empty() {
-                lines.extend(only_up_to(last, section.len())?);
-            }
-            lines.extend(section);
-        }
-        let line = |line: sock_filter| Instruction(line.code, line.jt, line.jf, line.k);
-        Ok(lines.into_iter().map(line).collect())
-    };
-    // The flags of `clone3` are in memory, which a filter cannot read; libraries fall back to
-    // `clone`.
-    let unseen = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
-    let mut programs = vec![program(denied(filter)?, libc::EPERM)?];
+    let mut lines = foreign_numbers();
     if filter.view_restricted {
-        programs.push(program(unseen, libc::ENOSYS)?);
+        lines.extend(missing_clone3()?);
     }
-    Ok(programs)
+    let mut rules = denied(filter)?;
+    while !rules.is_empty() {
+        let rest = match rules.keys().nth(SECTION_CALLS) {
+            Some(&next) => rules.split_off(&next),
+            None => SyscallRules::new(),
+        };
+        let last = rules.keys().next_back().copied().unwrap_or_default();
+        let section = compile(std::mem::replace(&mut rules, rest))?;
+        if !rules.is_empty() {
+            lines.extend(only_up_to(last, section.len())?);
+        }
+        lines.extend(section);
+    }
+    let line = |line: sock_filter| Instruction(line.code, line.jt, line.jf, line.k);
+    Ok(vec![lines.into_iter().map(line).collect()])
+}
+
+/// Rejects `clone3` as a kernel without it does: its flags are in memory, which a filter cannot read,
+/// and libraries fall back to `clone`. Part of the only program, because the kernel compiles each
+/// program at every start and runs all of them for every call.
+fn missing_clone3() -> Result<[sock_filter; 3], FilterError> {
+    let number = u32::try_from(libc::SYS_clone3);
+    let number = number.map_err(|_| FilterError("a number is out of range".to_owned()))?;
+    let missing = libc::SECCOMP_RET_ERRNO | libc::ENOSYS.unsigned_abs();
+    Ok([
+        // The call number is the first field.
+        line(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+        line(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, number),
+        line(libc::BPF_RET | libc::BPF_K, 0, 0, missing),
+    ])
 }
 
 /// Number of calls in one section of a program. The kernel runs a program for every possible call

@@ -37,7 +37,6 @@ pub(super) fn idle(bench: &Bench) -> Vec<ReportRow> {
                 let server = BenchServer::start_observed(command)?;
                 drop(server.client()?);
                 std::thread::sleep(AT_REST);
-                drop(server.client()?);
                 Ok(Figure::plain(server.proportional()? as f64))
             }),
     );

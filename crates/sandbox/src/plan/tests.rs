@@ -199,7 +199,7 @@ fn private_network_requires_namespaces_even_with_partial_enforcement() {
         assert!(namespaces.network && confinement.drop_capabilities);
         assert_eq!(namespaces.listeners.tcp, [1, 2]);
         assert_eq!(namespaces.listeners.count(), 3);
-        assert_eq!(confinement.seccomp.len(), 2);
+        assert_eq!(confinement.seccomp.len(), 1);
         assert_eq!(enforcement.level, EnforcementLevel::Full);
         let names = &enforcement.mechanisms;
         assert!(names.contains(&"network_namespace".to_owned()), "{names:?}");
