@@ -14,6 +14,12 @@ const LARGE_BYTES: std::ffi::c_int = 2 << 20;
 #[cfg(target_env = "gnu")]
 const SPARE_BYTES: std::ffi::c_int = 8 << 20;
 
+/// Least and most arenas of the allocator. Each keeps up to [`SPARE_BYTES`] of free memory for good,
+/// and threads of file operations and process starts come and go on all of them: with the default of
+/// eight arenas for each core, a server grows for hours.
+#[cfg(target_env = "gnu")]
+const ARENAS: (usize, usize) = (2, 8);
+
 /// Buffers of at least this size request huge pages.
 #[cfg(target_os = "linux")]
 const HUGE_BYTES: usize = 4 << 20;
@@ -44,7 +50,8 @@ pub fn buffer(bytes: usize) -> Option<Vec<u8>> {
     Some(buffer)
 }
 
-/// Configures the allocator to return large allocations to the system as soon as they are freed.
+/// Configures the allocator to return large allocations to the system as soon as they are freed, and
+/// to keep little free memory for each thread.
 ///
 /// By default the allocator raises its threshold after the first large message and keeps such
 /// memory, up to 64 MiB per arena and with one arena per few threads: a server that once had to
@@ -52,9 +59,15 @@ pub fn buffer(bytes: usize) -> Option<Vec<u8>> {
 ///
 /// Call it before any thread is started.
 pub fn return_large_allocations() {
+    // As many as threads that allocate at the same time.
     #[cfg(target_env = "gnu")]
-    // SAFETY: sets a number inside the allocator while no other thread uses it.
+    let arenas = std::thread::available_parallelism()
+        .map_or(ARENAS.0, usize::from)
+        .clamp(ARENAS.0, ARENAS.1);
+    #[cfg(target_env = "gnu")]
+    // SAFETY: sets numbers inside the allocator while no other thread uses it.
     unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, i32::try_from(arenas).unwrap_or(1));
         libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE_BYTES);
         // Setting the mmap threshold fixes the trim threshold at a size that streaming output
         // crosses constantly.
