@@ -62,6 +62,19 @@ pub mod ssh;
 mod state;
 pub mod transfer;
 
+/// Types that configure processes of this machine.
+#[cfg(feature = "local")]
+pub mod executor {
+    pub use exec_server_engine::log::Retention;
+    pub use exec_server_engine::{Executor, ExecutorConfig, ExecutorLimits};
+}
+
+/// Types that configure HTTP requests of this machine.
+#[cfg(feature = "local")]
+pub mod http_client {
+    pub use exec_server_engine::http::{HostRules, HttpClient, HttpConfig};
+}
+
 pub use backend::{ExecBackend, ExecProcess, ReadRequest, StartedProcess, WaitForRequest};
 pub use client::{ExecServerClient, ServerInstance};
 pub use collect::{CollectOptions, ProcessOutput};
@@ -69,10 +82,6 @@ pub use dial::{Dial, DialError, DialledLink, InitialMessages};
 pub use environment::{Environment, EnvironmentManager, EnvironmentProvider};
 pub use error::{ExecServerError, Reply};
 pub use event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, ProcessFailure};
-#[cfg(feature = "local")]
-pub use exec_server_egress::http as http_client;
-#[cfg(feature = "local")]
-pub use exec_server_executor as executor;
 pub use exec_server_protocol as protocol;
 #[cfg(feature = "local")]
 pub use fs::LocalFileSystem;

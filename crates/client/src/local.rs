@@ -1,28 +1,26 @@
 //! Process backend for this machine, behind the same traits as remote backends.
 //!
-//! It calls the executor directly, without a connection or messages. The executor translates the
-//! requests, with the code that a server uses too.
+//! It calls the engine directly, without a connection or messages. A server executes requests with
+//! the same engine.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
-use exec_server_egress::http::{HttpClient, HttpConfig};
-use exec_server_egress::network::{Decision, PolicyDecider, Proxy};
-use exec_server_engine::snapshot::{SnapshotRequest, Snapshots};
-use exec_server_engine::{ApiError, ProcessNetwork, request};
-use exec_server_executor::conditions::Conditions;
-use exec_server_executor::log::LogEntryKind;
-use exec_server_executor::process::{InputWriteResult, SignalRecipients, TerminationMethod};
-use exec_server_executor::{Executor, Process, StartError, report, signal as signals};
-use exec_server_protocol::PathUri;
-use exec_server_protocol::network::{PolicyAnswer, PolicyDecisionParams, PolicyTarget};
+use exec_server_engine::http::HttpConfig;
+use exec_server_engine::log::LogEntryKind;
+use exec_server_engine::network::{Decision, PolicyDecider, Proxy, decision_params};
+use exec_server_engine::snapshot::Snapshots;
+use exec_server_engine::{
+    Conditions, Engine, Executor, Process, ProcessInfo, process as requests, report, request,
+};
+use exec_server_protocol::network::{PolicyAnswer, PolicyTarget};
 use exec_server_protocol::process::{
-    Delivery, ListedProcess, ReadResult, SandboxType, SignalName, SignalScope, SnapshotResult,
-    StartParams, Survivor, TerminalSize, TerminateMode, TerminateResult, WaitForResult, WaitResult,
-    WaitUntil, WriteStatus,
+    Delivery, ListedProcess, ReadResult, SignalName, SignalScope, SnapshotResult, StartParams,
+    TerminalSize, TerminateMode, TerminateResult, WaitForResult, WaitResult, WaitUntil,
+    WriteStatus,
 };
 use exec_server_sync::Mutex;
 use exec_server_transport::time::timestamp_millis;
@@ -57,13 +55,11 @@ use crate::network::{self, NetworkPolicyDecider};
 /// ```
 #[derive(Debug, Clone)]
 pub struct LocalBackend {
-    executor: Executor,
+    engine: Engine,
     /// Processes by id; an id is free again when its handle is dropped.
     table: Arc<Mutex<LocalProcesses>>,
     /// Shell snapshots that shells are started from.
     snapshots: Arc<Snapshots>,
-    /// HTTP client whose rules and proxy limit which hosts a managed network may reach.
-    http: HttpClient,
 }
 
 #[derive(Debug, Default)]
@@ -75,12 +71,9 @@ struct LocalProcesses {
 /// Process of this machine, and the resources tied to its handle.
 #[derive(Debug)]
 struct LocalProcess {
-    id: String,
+    info: ProcessInfo,
     process: Process,
-    argv: Vec<String>,
-    cwd: PathUri,
     number: u64,
-    delivery: Delivery,
     events_taken: AtomicBool,
     table: Weak<Mutex<LocalProcesses>>,
     /// Proxy of the process's network; runs for as long as there is a handle.
@@ -90,7 +83,7 @@ struct LocalProcess {
 impl Drop for LocalProcess {
     fn drop(&mut self) {
         if let Some(table) = self.table.upgrade() {
-            table.lock().slots.remove(&self.id);
+            table.lock().slots.remove(&self.info.process_id);
         }
     }
 }
@@ -98,13 +91,13 @@ impl Drop for LocalProcess {
 impl LocalBackend {
     /// Creates a backend on this executor.
     pub fn new(executor: Executor) -> Self {
-        let http = HttpClient::new(HttpConfig {
-            environment: executor.config().environment.clone(),
-            ..HttpConfig::default()
-        });
+        Self::on(Engine::new(executor, HttpConfig::default()))
+    }
+
+    /// Creates a backend on this engine.
+    pub(crate) fn on(engine: Engine) -> Self {
         Self {
-            executor,
-            http,
+            engine,
             table: Arc::default(),
             snapshots: Arc::default(),
         }
@@ -126,39 +119,23 @@ impl LocalBackend {
         };
         // Frees the id again if this future is dropped or fails.
         let reservation = LocalReservation(&self.table, Some(params.process_id.clone()));
-        let mut spec = request::spec(&params, &self.executor.config().environment)?;
-        let managed = ProcessNetwork::prepare(&params, &mut spec, &self.http)?;
-        if let Some(wanted) = SnapshotRequest::of(&params, &spec)? {
-            spec = self.snapshots.restore(&self.executor, spec, &wanted).await;
-        }
-        let process = self.executor.start(spec).await?;
-        let proxy = match managed {
-            None => None,
-            Some(managed) => {
-                let authority = Arc::new(DeciderAdapter {
-                    process_id: params.process_id.clone(),
-                    decider,
-                });
-                let served = managed.serve(&process, authority);
-                let failed = |source| StartError::System {
-                    action: "serve the network of a process",
-                    source,
-                };
-                Some(served.map_err(failed)?)
-            }
-        };
-        let enforcement = process.enforcement().cloned();
-        let delivery = params.delivery.unwrap_or_default();
-        if delivery == Delivery::Pull {
+        let (info, start) = self.engine.prepare_start(params)?;
+        let started = self.engine.start(start, &self.snapshots).await?;
+        let result = started.result(info.process_id.clone());
+        let process = started.process.clone();
+        let proxy = started.serve(|| {
+            Arc::new(DeciderAdapter {
+                process_id: info.process_id.clone(),
+                decider,
+            })
+        })?;
+        if info.delivery == Delivery::Pull {
             process.hold(0);
         }
         let local = Arc::new(LocalProcess {
-            id: params.process_id,
+            info,
             process,
-            argv: params.argv,
-            cwd: params.cwd,
             number,
-            delivery,
             events_taken: AtomicBool::new(false),
             table: Arc::downgrade(&self.table),
             _proxy: proxy,
@@ -166,11 +143,8 @@ impl LocalBackend {
         reservation.keep(&local);
         Ok(StartedProcess {
             process: local,
-            sandbox_type: Some(match enforcement {
-                Some(_) => SandboxType::LinuxSeccomp,
-                None => SandboxType::None,
-            }),
-            enforcement,
+            sandbox_type: result.sandbox_type,
+            enforcement: result.enforcement,
         })
     }
 }
@@ -198,20 +172,12 @@ impl PolicyDecider for DeciderAdapter {
         let Some((decider, _)) = &self.decider else {
             return;
         };
-        decider.decided(&PolicyDecisionParams {
-            process_id: self.process_id.clone(),
-            timestamp: timestamp_millis(SystemTime::now()),
-            scope: decision.scope,
-            decision: decision.outcome,
-            source: decision.source,
-            reason: decision.reason,
-            protocol: decision.target.protocol,
-            host: decision.target.host,
-            port: decision.target.port,
-            method: decision.method,
-            client: Some(decision.client.to_string()),
-            policy_override: decision.policy_override,
-        });
+        let timestamp = timestamp_millis(SystemTime::now());
+        decider.decided(&decision_params(
+            self.process_id.clone(),
+            timestamp,
+            decision,
+        ));
     }
 }
 
@@ -265,22 +231,7 @@ impl ExecBackend for LocalBackend {
 
 impl LocalProcess {
     fn listed(&self) -> ListedProcess {
-        let since = self.process.started_at().duration_since(UNIX_EPOCH);
-        self.process.with_log(|log| ListedProcess {
-            process_id: self.id.clone(),
-            argv: self.argv.clone(),
-            cwd: self.cwd.clone(),
-            tty: self.process.has_terminal(),
-            pid: self.process.pid(),
-            started_at_ms: since.map_or(0, |since| since.as_millis() as u64),
-            running: log.exit().is_none(),
-            exit_code: log.exit().map(|exit| exit.code),
-            next_seq: log.next_seq(),
-            retained_bytes: log.retained_bytes(),
-            evicted_bytes: log.evicted_bytes(),
-            discarded_bytes: self.process.discarded_bytes(),
-            session_id: None,
-        })
+        requests::listed(&self.info, &self.process, None)
     }
 
     async fn read_local(&self, request: ReadRequest) -> ReadResult {
@@ -289,76 +240,35 @@ impl LocalProcess {
             max_bytes,
             wait,
         } = request;
-        if self.delivery == Delivery::Pull {
+        if self.info.delivery == Delivery::Pull {
             self.process.advance(after_seq);
         }
         // This path may never have to wait; yield so that a caller in a loop does not starve the
         // process's own task.
         tokio::task::coop::consume_budget().await;
-        if !wait.is_zero() {
-            let news = self
-                .process
-                .wait_for(|log| report::has_news(log, after_seq).then_some(()));
-            let _ = tokio::time::timeout(wait, news).await;
+        if let Some(result) = requests::read_now(&self.process, after_seq, max_bytes, wait) {
+            return result;
         }
-        self.process
-            .with_log(|log| report::read(log, after_seq, max_bytes))
-    }
-
-    async fn wait_local(&self, until: WaitUntil, timeout: Option<Duration>) -> WaitResult {
-        let done = |log: &exec_server_executor::log::Log| match until {
-            WaitUntil::Exited => log.exit().is_some(),
-            WaitUntil::Closed => log.close().is_some(),
-        };
-        let finished = self.process.wait_for(|log| done(log).then_some(()));
-        match timeout {
-            Some(limit) => drop(tokio::time::timeout(limit, finished).await),
-            None => finished.await,
-        }
-        self.process.with_log(|log| report::wait(log, !done(log)))
-    }
-
-    async fn terminate_local(&self, mode: TerminateMode, wait: bool) -> TerminateResult {
-        let end = match mode {
-            TerminateMode::Force => TerminationMethod::Now,
-            TerminateMode::Graceful { timeout_ms } => {
-                TerminationMethod::Within(Duration::from_millis(timeout_ms))
-            }
-        };
-        if !wait {
-            return TerminateResult {
-                running: self.process.terminate(end),
-                ..TerminateResult::default()
-            };
-        }
-        let (running, left) = self.process.terminate_and_wait(end).await;
-        TerminateResult {
-            running,
-            gone: Some(left.is_empty()),
-            survivors: Some(
-                left.into_iter()
-                    .map(|(pid, command)| Survivor { pid, command })
-                    .collect(),
-            ),
-        }
+        requests::news(&self.process, after_seq, wait).await;
+        requests::read(&self.process, after_seq, max_bytes)
     }
 }
 
 impl ExecProcess for LocalProcess {
     fn process_id(&self) -> &str {
-        &self.id
+        &self.info.process_id
     }
 
     fn events(&self) -> Result<ExecProcessEvents, ExecServerError> {
         if self.events_taken.swap(true, Ordering::AcqRel) {
-            return Err(ExecServerError::EventsTaken(self.id.clone()));
+            return Err(ExecServerError::EventsTaken(self.info.process_id.clone()));
         }
         // Starts at the oldest retained event; evicted output is reported as a gap.
         self.process.hold(0);
         Ok(ExecProcessEvents::new(LocalEvents {
             process: self.process.clone(),
-            id: self.id.clone(),
-            delivery: self.delivery,
+            id: self.info.process_id.clone(),
+            delivery: self.info.delivery,
             cursor: AtomicU64::new(0),
             ended: false,
         }))
@@ -369,47 +279,40 @@ impl ExecProcess for LocalProcess {
     }
 
     fn write(&self, bytes: Bytes) -> Reply<'_, WriteStatus> {
-        Box::pin(async move { Ok(status(self.process.write(bytes).await)) })
+        Box::pin(async move { Ok(requests::write_status(self.process.write(bytes).await)) })
     }
 
     fn close_stdin(&self) -> Reply<'_, WriteStatus> {
-        Box::pin(async move { Ok(status(self.process.close_stdin().await)) })
+        Box::pin(async move { Ok(requests::write_status(self.process.close_stdin().await)) })
     }
 
     fn resize(&self, size: TerminalSize) -> Reply<'_, ()> {
         Box::pin(async move {
             let size = request::size(size)?;
-            self.process.resize(size).map_err(|_| {
-                let why = if self.process.has_terminal() {
-                    "has ended"
-                } else {
-                    "is not a tty"
-                };
-                ApiError::invalid_request(format!("process {} {why}", self.id)).into()
-            })
+            requests::resize(&self.process, &self.info.process_id, size)?;
+            Ok(())
         })
     }
 
     fn signal(&self, signal: SignalName, scope: SignalScope) -> Reply<'_, ()> {
-        let scope = match scope {
-            SignalScope::Group => SignalRecipients::Group,
-            SignalScope::Leader => SignalRecipients::Leader,
-            SignalScope::Tree => SignalRecipients::Tree,
-        };
         Box::pin(async move {
-            let sent = self.process.signal(signals::named(signal), scope).await;
-            sent.map_err(|error| {
-                ApiError::internal(format!("failed to signal process: {error}")).into()
-            })
+            requests::signal(&self.process, signal, scope).await?;
+            Ok(())
         })
     }
 
     fn terminate(&self, mode: TerminateMode, wait: bool) -> Reply<'_, TerminateResult> {
-        Box::pin(async move { Ok(self.terminate_local(mode, wait).await) })
+        Box::pin(async move {
+            Ok(if wait {
+                requests::terminate_and_wait(&self.process, mode).await
+            } else {
+                requests::terminate(&self.process, mode)
+            })
+        })
     }
 
     fn wait(&self, until: WaitUntil, timeout: Option<Duration>) -> Reply<'_, WaitResult> {
-        Box::pin(async move { Ok(self.wait_local(until, timeout).await) })
+        Box::pin(async move { Ok(requests::wait(&self.process, until, timeout).await) })
     }
 
     fn wait_for(&self, request: WaitForRequest) -> Reply<'_, WaitForResult> {
@@ -425,18 +328,7 @@ impl ExecProcess for LocalProcess {
     }
 
     fn snapshot(&self, max_bytes: Option<u64>) -> Reply<'_, SnapshotResult> {
-        Box::pin(async move {
-            Ok(self
-                .process
-                .with_log(|log| report::snapshot(log, max_bytes)))
-        })
-    }
-}
-
-fn status(written: InputWriteResult) -> WriteStatus {
-    match written {
-        InputWriteResult::Accepted => WriteStatus::Accepted,
-        InputWriteResult::Closed => WriteStatus::StdinClosed,
+        Box::pin(async move { Ok(requests::snapshot(&self.process, max_bytes)) })
     }
 }
 

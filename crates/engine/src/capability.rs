@@ -1,31 +1,179 @@
-//! Capability discovery: plugins and skills below a directory.
+//! Capability discovery: plugins and skills below directories.
 //!
 //! Walks the directory and decides what is left out. [`exec_server_protocol::capability`] decides
 //! what a manifest means; [`PolicyFiles`] reads the files.
 
+use std::collections::VecDeque;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use exec_server_executor::fs::{CancelCheck, FileOutcome, FsError, Walked};
-use exec_server_executor::sandbox::files::PolicyFiles;
+use exec_server_executor::sandbox::files::{FileIntent, PolicyFiles};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::capability::{
-    DeclaredLocation, DiscoveredRoot, MANIFESTS, MAX_DEPTH, MAX_DIRECTORIES, MAX_ENTRIES,
-    MAX_FILE_BYTES, MAX_ROOT_BYTES, MCP_CONFIG, Plugin, SKILL, SKILL_METADATA, Skill, TextFile,
-    declared,
+    DeclaredLocation, DiscoveredRoot, MANIFESTS, MAX_ANSWER_BYTES, MAX_DEPTH, MAX_DIRECTORIES,
+    MAX_ENTRIES, MAX_FILE_BYTES, MAX_ROOT_BYTES, MAX_ROOTS, MCP_CONFIG, PARALLEL_ROOTS, Plugin,
+    RootParams, SKILL, SKILL_METADATA, Skill, TextFile, declared,
 };
 use exec_server_protocol::fs::{
     FsRequest, GetMetadata, GetMetadataParams, ReadFileParams, WalkKind, WalkOptions, WalkParams,
 };
+use tokio::sync::oneshot;
+
+use crate::{ApiError, Engine};
 
 /// Warnings about one root. A tree of unreadable directories does not need thousands of them.
 const MAX_WARNINGS: usize = 100;
 
-/// Finds the plugins and skills below a directory. Blocks.
+/// A validated request to discover capabilities.
+#[derive(Debug)]
+pub struct Discovery {
+    roots: Vec<Root>,
+}
+
+/// A root, and how its files are accessed or why that is not possible.
+#[derive(Debug)]
+struct Root {
+    id: String,
+    path: PathUri,
+    files: Result<PolicyFiles, FsError>,
+}
+
+/// Plugins and skills of all roots of a request.
+#[derive(Debug)]
+pub struct Discovered {
+    /// The results, in the order of the request.
+    pub roots: Vec<DiscoveredRoot>,
+    /// Approximate size of the results in bytes.
+    pub bytes: usize,
+}
+
+impl Engine {
+    /// Validates a request to discover capabilities. Accesses no file.
+    ///
+    /// # Errors
+    ///
+    /// When it has too many roots.
+    pub fn discover(&self, roots: Vec<RootParams>) -> Result<Discovery, ApiError> {
+        if roots.len() > MAX_ROOTS {
+            return Err(ApiError::invalid_request(format!(
+                "capability root discovery accepts at most {MAX_ROOTS} roots"
+            )));
+        }
+        let roots = roots
+            .into_iter()
+            .map(|RootParams { id, path, sandbox }| Root {
+                id,
+                path,
+                files: self.executor.files(sandbox, FileIntent::Read),
+            })
+            .collect();
+        Ok(Discovery { roots })
+    }
+}
+
+impl Discovery {
+    /// Discovers the capabilities. `spawn` runs a job that blocks on a thread of its choice;
+    /// `cancelled` stops running jobs.
+    pub async fn run(
+        self,
+        spawn: impl Fn(Box<dyn FnOnce() + Send>),
+        cancelled: impl Fn() -> bool + Clone + Send + Sync + 'static,
+    ) -> Discovered {
+        let mut waiting = self.roots.into_iter();
+        let mut running: VecDeque<Running> = VecDeque::new();
+        let (mut roots, mut bytes) = (Vec::with_capacity(waiting.len()), 0);
+        loop {
+            // Completed discoveries that are not counted yet also use memory, so they count as
+            // running.
+            let room = PARALLEL_ROOTS - running.len();
+            let next = waiting.by_ref().take(room);
+            running.extend(next.map(|root| root.start(&spawn, cancelled.clone())));
+            let Some(next) = running.pop_front() else {
+                return Discovered { roots, bytes };
+            };
+            let mut found = next.found().await;
+            if bytes + size(&found) > MAX_ANSWER_BYTES {
+                found = DiscoveredRoot::empty(found.id, found.path);
+                found.error = Some(format!(
+                    "the answer exceeds the limit of {MAX_ANSWER_BYTES} bytes in all files: ask \
+                     for fewer roots at once"
+                ));
+            }
+            bytes += size(&found);
+            roots.push(found);
+        }
+    }
+}
+
+/// A running discovery of one root.
+struct Running {
+    /// The result if the discovery fails.
+    failed: DiscoveredRoot,
+    outcome: Option<oneshot::Receiver<DiscoveredRoot>>,
+}
+
+impl Root {
+    /// Starts the discovery.
+    fn start(
+        self,
+        spawn: &impl Fn(Box<dyn FnOnce() + Send>),
+        cancelled: impl Fn() -> bool + Send + Sync + 'static,
+    ) -> Running {
+        let Self { id, path, files } = self;
+        let mut failed = DiscoveredRoot::empty(id.clone(), path.clone());
+        let files = match files {
+            Ok(files) => files,
+            Err(error) => {
+                failed.error = Some(error.to_string());
+                let outcome = None;
+                return Running { failed, outcome };
+            }
+        };
+        failed.error = Some("looking at it failed".to_owned());
+        let (done, outcome) = oneshot::channel();
+        spawn(Box::new(move || {
+            let found = discover(&files, id, path, &cancelled);
+            let _ = done.send(found);
+        }));
+        Running {
+            failed,
+            outcome: Some(outcome),
+        }
+    }
+}
+
+impl Running {
+    async fn found(self) -> DiscoveredRoot {
+        match self.outcome {
+            Some(outcome) => outcome.await.unwrap_or(self.failed),
+            None => self.failed,
+        }
+    }
+}
+
+/// Approximate size of a root in the response.
+fn size(root: &DiscoveredRoot) -> usize {
+    let files = root
+        .namespace_manifests
+        .iter()
+        .chain(root.plugin.iter().flat_map(|plugin| {
+            let configs = plugin.mcp_config.iter().chain(&plugin.apps_config);
+            std::iter::once(&plugin.manifest).chain(configs)
+        }))
+        .chain(
+            root.skills
+                .iter()
+                .flat_map(|skill| std::iter::once(&skill.instructions).chain(&skill.metadata)),
+        );
+    files.map(|file| file.contents.len() + 256).sum::<usize>() + 256
+}
+
+/// Discovers the plugins and skills below a directory. Blocks.
 ///
 /// The `error` of the result says why the whole search failed; its `warnings` say what was left
 /// out.
-pub fn discover(
+fn discover(
     files: &PolicyFiles,
     id: String,
     path: PathUri,

@@ -11,10 +11,14 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use exec_server_protocol::PathUri;
-use exec_server_protocol::environment::{ConfigLayer, ConfigStack};
-use exec_server_protocol::limits::MAX_CONFIG_BYTES;
+use exec_server_protocol::environment::{
+    ConfigLayer, ConfigReadParams, ConfigReadResult, ConfigStack,
+};
+use exec_server_protocol::limits::{MAX_CONFIG_BYTES, MAX_CONFIG_PATHS};
 use rustix::fs::OFlags;
 use toml::{Table, Value};
+
+use crate::{ApiError, host};
 
 /// Maximum number of directories between the root of a project and `cwd`.
 const MAX_PROJECT_DEPTH: usize = 128;
@@ -52,6 +56,64 @@ impl ConfigFiles {
         }
     }
 
+    /// Checks the params of `environmentConfig/read`, and returns the directory whose
+    /// configuration is read.
+    ///
+    /// # Errors
+    ///
+    /// When there is no key or there are too many, or the directory is not one of this machine.
+    pub fn check(params: &ConfigReadParams) -> Result<PathBuf, ApiError> {
+        let ConfigReadParams {
+            cwd,
+            config_paths,
+            requirements_paths,
+        } = params;
+        let paths = || config_paths.iter().chain(requirements_paths);
+        let count = paths().count();
+        let message = if count == 0 {
+            "at least one config or requirements path is required".to_owned()
+        } else if paths().any(Vec::is_empty) {
+            "TOML paths must contain at least one key segment".to_owned()
+        } else if count > MAX_CONFIG_PATHS {
+            format!("{count} paths exceed the limit of {MAX_CONFIG_PATHS}")
+        } else {
+            return cwd.to_native().map_err(|error| {
+                let message = format!("cwd URI `{cwd}` is not valid on this host: {error}");
+                ApiError::invalid_params(message)
+            });
+        };
+        Err(ApiError::invalid_params(message))
+    }
+
+    /// Reads what `environmentConfig/read` asks for. `cwd` is the directory that [`Self::check`]
+    /// has returned; `user_home_dir` is reported to the client. Blocks on disk IO.
+    ///
+    /// # Errors
+    ///
+    /// When a file exists and cannot be read or parsed.
+    pub fn read(
+        &self,
+        cwd: &Path,
+        params: &ConfigReadParams,
+        user_home_dir: Option<PathUri>,
+    ) -> Result<ConfigReadResult, ApiError> {
+        let failed = |error: ConfigError| {
+            ApiError::internal(format!("failed to load executor-local config: {error}"))
+        };
+        let home = PathUri::from_native(&self.home);
+        Ok(ConfigReadResult {
+            user_home_dir,
+            codex_home_dir: home.map_err(|error| ApiError::internal(error.to_string()))?,
+            hostname: host::name(),
+            config: self
+                .read_config(cwd, &params.config_paths)
+                .map_err(failed)?,
+            requirements: self
+                .read_requirements(&params.requirements_paths)
+                .map_err(failed)?,
+        })
+    }
+
     /// The configured values of these keys for a client that works in `cwd`.
     ///
     /// Blocks on disk IO.
@@ -59,11 +121,7 @@ impl ConfigFiles {
     /// # Errors
     ///
     /// When a file exists and cannot be read or parsed; the error names the location.
-    pub fn read_config(
-        &self,
-        cwd: &Path,
-        keys: &[Vec<String>],
-    ) -> Result<ConfigStack, ConfigError> {
+    fn read_config(&self, cwd: &Path, keys: &[Vec<String>]) -> Result<ConfigStack, ConfigError> {
         if keys.is_empty() {
             return Ok(ConfigStack::default());
         }
@@ -89,7 +147,7 @@ impl ConfigFiles {
     /// # Errors
     ///
     /// Same as [`ConfigFiles::read_config`].
-    pub fn read_requirements(&self, keys: &[Vec<String>]) -> Result<ConfigStack, ConfigError> {
+    fn read_requirements(&self, keys: &[Vec<String>]) -> Result<ConfigStack, ConfigError> {
         if keys.is_empty() {
             return Ok(ConfigStack::default());
         }

@@ -33,14 +33,16 @@ const DEFAULT_EXCLUDES: [&str; 3] = ["*KEY*", "*SECRET*", "*TOKEN*"];
 pub fn build(
     own: &BTreeMap<String, String>,
     policy: Option<&EnvPolicy>,
-    overlay: &BTreeMap<String, String>,
+    overlay: BTreeMap<String, String>,
 ) -> BTreeMap<String, String> {
-    let mut env = policy.map_or_else(BTreeMap::new, |policy| apply(own, policy));
-    env.extend(
-        overlay
-            .iter()
-            .map(|(name, value)| (name.clone(), value.clone())),
-    );
+    let mut env = match policy {
+        None => overlay,
+        Some(policy) => {
+            let mut env = apply(own, policy);
+            env.extend(overlay);
+            env
+        }
+    };
     env.retain(|name, _| !NEVER.iter().any(|never| never.eq_ignore_ascii_case(name)));
     env
 }
@@ -57,8 +59,8 @@ pub(crate) fn filter(
         ..policy.clone()
     });
     match &policy {
-        Some(policy) => build(&set, Some(policy), &BTreeMap::new()),
-        None => build(&BTreeMap::new(), None, &set),
+        Some(policy) => build(&set, Some(policy), BTreeMap::new()),
+        None => build(&BTreeMap::new(), None, set),
     }
 }
 
@@ -142,7 +144,7 @@ mod tests {
     #[test]
     fn build_without_policy_uses_only_the_request() {
         let own = map(&[("HOME", "/root")]);
-        assert_eq!(build(&own, None, &map(&[("A", "1")])), map(&[("A", "1")]));
+        assert_eq!(build(&own, None, map(&[("A", "1")])), map(&[("A", "1")]));
     }
 
     #[test]
@@ -154,11 +156,11 @@ mod tests {
             ("my_token", "t"),
         ]);
         assert_eq!(
-            build(&own, Some(&policy(Inherit::All)), &map(&[])),
+            build(&own, Some(&policy(Inherit::All)), map(&[])),
             map(&[("HOME", "/h"), ("X", "x")])
         );
         assert_eq!(
-            build(&own, Some(&policy(Inherit::Core)), &map(&[])),
+            build(&own, Some(&policy(Inherit::Core)), map(&[])),
             map(&[("HOME", "/h")])
         );
         let narrow = EnvPolicy {
@@ -174,7 +176,7 @@ mod tests {
             ("SET_ME", "1"),
             ("Z", "z"),
         ]);
-        assert_eq!(build(&own, Some(&narrow), &map(&[("Z", "z")])), expected);
+        assert_eq!(build(&own, Some(&narrow), map(&[("Z", "z")])), expected);
     }
 
     #[test]
@@ -184,7 +186,10 @@ mod tests {
             ignore_default_excludes: true,
             ..policy(Inherit::All)
         };
-        assert_eq!(build(&secret, Some(&all), &secret), map(&[("FINE", "1")]));
+        assert_eq!(
+            build(&secret, Some(&all), secret.clone()),
+            map(&[("FINE", "1")])
+        );
     }
 
     #[test]

@@ -4,8 +4,10 @@ use std::io;
 use std::sync::Arc;
 
 use exec_server_egress::http::HttpClient;
-use exec_server_egress::network::{BoundListeners, NetworkPlan, PolicyDecider, Proxy};
+use exec_server_egress::network::{BoundListeners, NetworkPlan};
+pub use exec_server_egress::network::{BoxFuture, Decision, PolicyDecider, Proxy};
 use exec_server_executor::{PrivateNetwork, Process, ProcessSpec, StartError};
+use exec_server_protocol::network::PolicyDecisionParams;
 use exec_server_protocol::process::StartParams;
 
 /// Managed network of a process that is about to start.
@@ -77,5 +79,37 @@ impl ProcessNetwork {
             }
         };
         self.plan.serve(binding, decider)
+    }
+}
+
+/// Returns the notification about a decision of the proxy of this process.
+pub fn decision_params(
+    process_id: String,
+    timestamp: String,
+    decision: Decision,
+) -> PolicyDecisionParams {
+    let Decision {
+        scope,
+        outcome,
+        source,
+        reason,
+        target,
+        method,
+        client,
+        policy_override,
+    } = decision;
+    PolicyDecisionParams {
+        process_id,
+        timestamp,
+        scope,
+        decision: outcome,
+        source,
+        reason,
+        protocol: target.protocol,
+        host: target.host,
+        port: target.port,
+        method,
+        client: Some(client.to_string()),
+        policy_override,
     }
 }

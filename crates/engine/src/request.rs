@@ -15,14 +15,14 @@ use crate::{env, host};
 const TIMEOUT_GRACE: Duration = Duration::from_secs(2);
 
 /// Validates a request and converts it to a spec; `own` is the environment that policies start
-/// from.
+/// from. Takes the environment, the policy and the limits out of the request.
 ///
 /// # Errors
 ///
 /// The error names the invalid field: an empty command, a path of another platform, a terminal
 /// without a size, or a policy that cannot be enforced.
 pub fn spec(
-    params: &StartParams,
+    params: &mut StartParams,
     own: &BTreeMap<String, String>,
 ) -> Result<ProcessSpec, StartError> {
     if params.argv.is_empty() {
@@ -34,7 +34,8 @@ pub fn spec(
             "cwd URI `{cwd}` is not valid on this exec-server host: {error}"
         ))
     })?;
-    let mut env = env::build(own, params.env_policy.as_ref(), &params.env);
+    let overlay = std::mem::take(&mut params.env);
+    let mut env = env::build(own, params.env_policy.as_ref(), overlay);
     if let Some(metadata) = &params.metadata {
         let ids = [
             ("CODEX_THREAD_ID", &metadata.thread_id),
@@ -58,15 +59,15 @@ pub fn spec(
         argv: params.argv.clone(),
         cwd,
         env,
-        arg0: params.arg0.clone(),
+        arg0: params.arg0.take(),
         stdio,
         timeout: params.timeout_ms.map(|millis| Timeout {
             after: Duration::from_millis(millis),
             grace: params.grace_ms.map_or(TIMEOUT_GRACE, Duration::from_millis),
         }),
-        limits: params.limits.clone().unwrap_or_default(),
+        limits: params.limits.take().unwrap_or_default(),
         retention: None,
-        sandbox: params.sandbox.clone(),
+        sandbox: params.sandbox.take(),
         // Without listeners this network has no connection to the outside; the caller adds
         // listeners if it provides one.
         network: params.enforce_managed_network.then(PrivateNetwork::default),
@@ -115,34 +116,35 @@ mod tests {
         }
     }
 
-    fn refusal(params: &StartParams) -> String {
-        spec(params, &BTreeMap::new()).unwrap_err().to_string()
+    fn refusal(mut params: StartParams) -> String {
+        spec(&mut params, &BTreeMap::new()).unwrap_err().to_string()
     }
 
     #[test]
     fn invalid_start_parameters_are_rejected_by_name() {
-        assert!(spec(&params(), &BTreeMap::new()).is_ok());
+        assert!(spec(&mut params(), &BTreeMap::new()).is_ok());
         let foreign = StartParams {
             cwd: PathUri::parse("file:///C:/x").unwrap(),
             ..params()
         };
-        assert!(refusal(&foreign).contains("`file:///C:/x`"));
+        assert!(refusal(foreign).contains("`file:///C:/x`"));
         let flat = StartParams {
             tty: true,
             size: Some(TerminalSize { rows: 0, cols: 80 }),
             ..params()
         };
-        assert!(refusal(&flat).contains("rows must be between 1 and 65535, not 0"));
+        assert!(refusal(flat).contains("rows must be between 1 and 65535, not 0"));
     }
 
     #[test]
     fn managed_network_without_listeners_is_isolated() {
-        assert_eq!(spec(&params(), &BTreeMap::new()).unwrap().network, None);
-        let managed = StartParams {
+        let free = spec(&mut params(), &BTreeMap::new()).unwrap();
+        assert_eq!(free.network, None);
+        let mut managed = StartParams {
             enforce_managed_network: true,
             ..params()
         };
-        let network = spec(&managed, &BTreeMap::new()).unwrap().network;
+        let network = spec(&mut managed, &BTreeMap::new()).unwrap().network;
         assert_eq!(network, Some(PrivateNetwork::default()));
     }
 
@@ -153,7 +155,7 @@ mod tests {
             thread_id: Some("t".to_owned()),
             tool_call_id: None,
         });
-        let env = spec(&params, &BTreeMap::new()).unwrap().env;
+        let env = spec(&mut params, &BTreeMap::new()).unwrap().env;
         assert_eq!(
             env.into_iter().collect::<Vec<_>>(),
             [("CODEX_THREAD_ID".into(), "t".into())]

@@ -6,7 +6,7 @@
 //! its environment, which removes it before the command runs. If any step fails, the command runs
 //! unchanged.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -135,17 +135,22 @@ struct SnapshotKey {
 #[derive(Debug, Clone)]
 pub struct SnapshotRequest {
     key: SnapshotKey,
-    /// Environment variables of the request, which override those of start-up files.
-    asked: BTreeMap<String, String>,
+    /// Names of the variables of the request, which override those of start-up files.
+    asked: BTreeSet<String>,
 }
 
 impl SnapshotRequest {
-    /// The snapshot request of a command; `None` if a snapshot does not apply to it.
+    /// The snapshot request of a command; `None` if a snapshot does not apply to it. `asked` are the
+    /// names of the variables of its request.
     ///
     /// # Errors
     ///
     /// When the scope or the shell is invalid.
-    pub fn of(params: &StartParams, spec: &ProcessSpec) -> Result<Option<Self>, StartError> {
+    pub fn of(
+        params: &StartParams,
+        spec: &ProcessSpec,
+        asked: BTreeSet<String>,
+    ) -> Result<Option<Self>, StartError> {
         let Some(wanted) = &params.shell_snapshot else {
             return Ok(None);
         };
@@ -172,7 +177,7 @@ impl SnapshotRequest {
                 policy: params.env_policy.clone(),
                 sandbox: spec.sandbox.clone(),
             },
-            asked: params.env.clone(),
+            asked,
         }))
     }
 }
@@ -281,12 +286,12 @@ impl Snapshot {
         };
         let mut env = spec.env.clone();
         for (name, value) in &self.set {
-            if !wanted.asked.contains_key(name) {
+            if !wanted.asked.contains(name) {
                 env.insert(name.clone(), value.clone());
             }
         }
         for name in &self.removed {
-            if !wanted.asked.contains_key(name) {
+            if !wanted.asked.contains(name) {
                 env.remove(name);
             }
         }
@@ -590,9 +595,7 @@ mod tests {
                 policy: None,
                 sandbox: None,
             },
-            asked: [("A", "asked"), ("C", "asked")]
-                .map(|(name, value)| (name.to_owned(), value.to_owned()))
-                .into(),
+            asked: ["A", "C"].map(str::to_owned).into(),
         };
         let begun = snapshot.begin(&spec, &wanted).unwrap();
         let env: Vec<_> = begun.env.iter().map(|(n, v)| (&**n, v.len())).collect();

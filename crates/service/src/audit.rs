@@ -7,8 +7,8 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use exec_server_egress::network::Decision;
-use exec_server_executor::log::Exit;
+use exec_server_engine::log::Exit;
+use exec_server_engine::network::Decision;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::http::RequestParams;
 use exec_server_protocol::sandbox::EnforcementLevel;

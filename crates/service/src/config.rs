@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use exec_server_egress::http::HttpConfig;
 use exec_server_engine::configuration::ConfigFiles;
+use exec_server_engine::http::HttpConfig;
+use exec_server_engine::log::Retention;
 use exec_server_engine::snapshot::CAPTURE_TIME;
-use exec_server_executor::log::Retention;
 use exec_server_transport::keepalive::KeepaliveConfig;
 
 use crate::audit::Audit;

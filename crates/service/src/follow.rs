@@ -4,9 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Wake, Waker};
 
-use exec_server_executor::Process;
-use exec_server_executor::log::{LogEntry, LogEntryKind, OutputStream};
-use exec_server_executor::report;
+use exec_server_engine::log::{LogEntry, LogEntryKind, OutputStream};
+use exec_server_engine::{Process, report};
 use exec_server_protocol::NotificationMethod as _;
 use exec_server_protocol::{chunk, command, envelope, process};
 use exec_server_transport::LinkSender;

@@ -5,14 +5,12 @@
 //! handle that waits for its disk, or for memory for a response, does not delay other handles.
 
 use std::collections::{HashMap, VecDeque};
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use exec_server_executor::fs::OpenFile;
-use exec_server_executor::sandbox::files::PolicyFiles;
+use exec_server_engine::files::{FileOpening, OpenFile};
 use exec_server_protocol::chunk::encoded_len;
-use exec_server_protocol::fs::{OpenMode, OpenResult, WriteBlockParams};
+use exec_server_protocol::fs::{OpenResult, WriteBlockParams};
 use exec_server_protocol::limits::MAX_FILE_HANDLES;
 use exec_server_protocol::method::Empty;
 use exec_server_sync::Mutex;
@@ -64,11 +62,9 @@ pub(crate) struct HandleRequest {
 #[derive(Debug)]
 pub(crate) enum HandleAction {
     Open {
-        path: PathBuf,
-        mode: OpenMode,
+        opening: FileOpening,
         /// Whether the response contains the identity of the file.
         identity: bool,
-        files: PolicyFiles,
     },
     Read {
         offset: u64,
@@ -234,15 +230,7 @@ impl FileHandle {
     ) -> Option<OpenFile> {
         let HandleRequest { action, responder } = call;
         match (action, file) {
-            (
-                HandleAction::Open {
-                    path,
-                    mode,
-                    identity,
-                    files,
-                },
-                _,
-            ) => match attempt(|| Ok(files.open(&path, mode)?)) {
+            (HandleAction::Open { opening, identity }, _) => match attempt(|| opening.run()) {
                 Ok(file) => {
                     responder.send(Ok(OpenResult {
                         handle_id: self.id.clone(),

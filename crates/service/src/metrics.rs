@@ -6,7 +6,7 @@
 use std::io;
 use std::time::Duration;
 
-use exec_server_executor::log::Exit;
+use exec_server_engine::log::Exit;
 use exec_server_protocol::MethodId;
 use exec_server_protocol::network::PolicyOutcome;
 use exec_server_protocol::table::{NOT_OFFERED, RequestedMethod};
@@ -217,7 +217,7 @@ pub(crate) fn render(server: &ExecServer) -> String {
     for (name, help, value) in gauges {
         page.single(name, "gauge", help, value);
     }
-    let table = exec_server_executor::process::table_reads();
+    let table = exec_server_engine::process::table_reads();
     let counters = [
         (
             "connections_total",

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use exec_server_egress::network::{BoxFuture, Decision, PolicyDecider};
+use exec_server_engine::network::{BoxFuture, Decision, PolicyDecider, decision_params};
 use exec_server_protocol::network::{
-    PolicyAnswer, PolicyDecision, PolicyDecisionParams, PolicyRequestParams, PolicyTarget,
+    PolicyAnswer, PolicyDecision, PolicyRequestParams, PolicyTarget,
 };
 use exec_server_protocol::{NotificationMethod as _, envelope};
 use exec_server_transport::time::timestamp_millis;
@@ -57,30 +57,8 @@ impl PolicyDecider for ClientPolicyDecider {
                 &decision,
             );
         }
-        let Decision {
-            scope,
-            outcome,
-            source,
-            reason,
-            target,
-            method,
-            client,
-            policy_override,
-        } = decision;
-        let params = PolicyDecisionParams {
-            process_id: self.process_id.clone(),
-            timestamp: timestamp_millis(SystemTime::now()),
-            scope,
-            decision: outcome,
-            source,
-            reason,
-            protocol: target.protocol,
-            host: target.host,
-            port: target.port,
-            method,
-            client: Some(client.to_string()),
-            policy_override,
-        };
+        let timestamp = timestamp_millis(SystemTime::now());
+        let params = decision_params(self.process_id.clone(), timestamp, decision);
         let mut message = Vec::with_capacity(512);
         let encoded =
             envelope::encode_notification(&mut message, PolicyDecision::NAME, &params).is_ok();

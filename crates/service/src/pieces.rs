@@ -8,7 +8,7 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 
-use exec_server_executor::fs::{self, FsError};
+use exec_server_engine::files::{FsError, read_at};
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_sync::{Mutex, MutexGuard};
 use tokio_util::sync::CancellationToken;
@@ -57,7 +57,7 @@ impl FileSource {
         let wanted = usize::try_from(left).map_or(PIECE_BYTES, |left| left.min(PIECE_BYTES));
         let read = attempt(|| {
             encode_pieces(out, wanted, |done, piece| {
-                let read = fs::read_at(&self.file, self.offset + done, piece);
+                let read = read_at(&self.file, self.offset + done, piece);
                 Ok(read.map_err(|source| FsError::Io {
                     path: self.path.clone(),
                     source,

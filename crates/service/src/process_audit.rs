@@ -1,6 +1,6 @@
 //! Audit and metrics records of one process.
 
-use exec_server_executor::{Process, StartError};
+use exec_server_engine::{Process, StartError};
 
 use crate::audit::AuditedCommand;
 use crate::auth::ClientIdentity;
@@ -31,6 +31,10 @@ impl ProcessAudit {
             process_id: process_id.to_owned(),
             policy,
         }
+    }
+
+    pub(crate) fn identity(&self) -> &ClientIdentity {
+        &self.identity
     }
 
     /// Records that the process was started, or why it could not be.

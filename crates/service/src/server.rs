@@ -6,10 +6,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use exec_server_egress::http::{HttpClient, HttpConfig};
 use exec_server_engine::snapshot::Snapshots;
-use exec_server_executor::fs::watch::WatchHub;
-use exec_server_executor::{Executor, ExecutorConfig, ExecutorLimits, process};
+use exec_server_engine::{Engine, Executor, ExecutorConfig, ExecutorLimits, process};
 use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_sync::{Mutex, RwLock};
 use exec_server_transport::Link;
@@ -71,10 +69,8 @@ struct ServerShared {
     made_with: ExecServerConfig,
     /// The current configuration.
     config: RwLock<Arc<ExecServerConfig>>,
-    executor: Executor,
+    engine: Engine,
     info: MachineInfo,
-    hub: WatchHub,
-    http: HttpClient,
     sessions: Mutex<HashMap<String, Arc<Session>>>,
     /// Thread pool for the file operations of all connections.
     files: FileThreads,
@@ -156,10 +152,7 @@ impl ExecServer {
         })?;
         let info = MachineInfo::new(&config, executor.clone());
         let crowd = Arc::new(ConnectionCounter::new(crowd_limits(&config)));
-        let http = HttpClient::new(HttpConfig {
-            environment: config.environment.clone(),
-            ..config.http.clone()
-        });
+        let engine = Engine::new(executor, config.http.clone());
         let inner = ServerShared {
             instance: Instance::new(),
             crowd,
@@ -167,10 +160,8 @@ impl ExecServer {
             unfinished: MemoryBudget::new(config.max_incomplete_bytes, Overdraft::ForLargest),
             metrics: Arc::default(),
             config: RwLock::new(Arc::new(config.clone())),
-            executor,
+            engine,
             info,
-            hub: WatchHub::default(),
-            http,
             sessions: Mutex::default(),
             files: FileThreads::default(),
             with_files: watch::Sender::new(0),
@@ -209,7 +200,10 @@ impl ExecServer {
             ..from.clone()
         };
         self.inner.crowd.set_limits(crowd_limits(&config));
-        self.inner.executor.set_limits(executor_limits(&config));
+        self.inner
+            .engine
+            .executor()
+            .set_limits(executor_limits(&config));
         self.inner.answers.set_total(config.max_queued_bytes);
         self.inner.unfinished.set_total(config.max_incomplete_bytes);
         let mut current = self.inner.config.write();
@@ -222,7 +216,7 @@ impl ExecServer {
 
     /// The executor that runs the processes.
     pub fn executor(&self) -> &Executor {
-        &self.inner.executor
+        self.inner.engine.executor()
     }
 
     pub(crate) fn files(&self) -> &FileThreads {
@@ -235,14 +229,9 @@ impl ExecServer {
         FilesConnection(self.clone())
     }
 
-    /// The hub for file watches.
-    pub(crate) fn hub(&self) -> &WatchHub {
-        &self.inner.hub
-    }
-
-    /// The HTTP client for requests of clients.
-    pub(crate) fn http(&self) -> &HttpClient {
-        &self.inner.http
+    /// The engine that executes requests.
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.inner.engine
     }
 
     /// Facts about this machine. Waits a short time if they are still being determined.
@@ -358,13 +347,13 @@ impl ExecServer {
     pub async fn drain(&self) {
         self.inner.draining.cancel();
         let limit = self.config().drain_timeout;
-        if tokio::time::timeout(limit, self.inner.executor.idle())
+        if tokio::time::timeout(limit, self.inner.engine.executor().idle())
             .await
             .is_err()
             && !limit.is_zero()
         {
             tracing::warn!(
-                processes = self.inner.executor.live(),
+                processes = self.inner.engine.executor().live(),
                 ?limit,
                 "processes are still running at the end of the drain time and are terminated"
             );
@@ -417,7 +406,7 @@ impl ExecServer {
         // Temporary files that were not renamed to their final name must be removed from the disk.
         let mut with_files = self.inner.with_files.subscribe();
         let _ = tokio::time::timeout(FILES_GRACE, with_files.wait_for(|count| *count == 0)).await;
-        let executor = self.inner.executor.clone();
+        let executor = self.inner.engine.executor().clone();
         let _ = tokio::task::spawn_blocking(move || executor.end_helpers()).await;
         ended.cancel();
     }
@@ -474,7 +463,7 @@ impl ExecServer {
             return Err(ApiError::invalid_request("the server is shutting down"));
         }
         let limit = self.config().max_retained_bytes;
-        let is_full = || self.inner.executor.retained_bytes() >= limit as u64;
+        let is_full = || self.inner.engine.executor().retained_bytes() >= limit as u64;
         while is_full() && session.drop_oldest_delivered() {}
         if is_full() {
             for other in self.all_sessions() {

@@ -14,10 +14,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use exec_server_engine::ProcessInfo;
+use exec_server_engine::process::{InputWriteResult, Process, write_status};
 use exec_server_engine::snapshot::Snapshots;
-use exec_server_executor::Process;
-use exec_server_executor::process::InputWriteResult;
-use exec_server_protocol::PathUri;
 use exec_server_protocol::process::WriteStatus;
 use exec_server_sync::Mutex;
 use subtle::ConstantTimeEq as _;
@@ -140,12 +139,22 @@ struct StartingProcess {
 }
 
 /// Result of reserving a process id.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) enum ReserveResult {
     /// The id was free and is now reserved.
-    New,
+    New(StartTicket),
     /// The same start request has reserved the id before.
-    Repeat,
+    Repeat(ProcessInfo),
+}
+
+/// Reserved id of a process that is being started. Dropping it frees the id.
+#[derive(Debug)]
+pub(crate) struct StartTicket {
+    session: Arc<Session>,
+    pub(crate) info: ProcessInfo,
+    dialect: NotificationFamily,
+    /// Whether the start has ended.
+    completed: bool,
 }
 
 impl std::fmt::Debug for ProcessRecord {
@@ -163,13 +172,9 @@ type ProcessJob = Box<dyn FnOnce(Option<&Arc<SessionProcess>>) + Send>;
 /// A process of a session.
 #[derive(Debug)]
 pub(crate) struct SessionProcess {
-    pub(crate) id: String,
+    pub(crate) info: ProcessInfo,
     pub(crate) process: Process,
-    pub(crate) argv: Vec<String>,
-    pub(crate) cwd: PathUri,
     pub(crate) dialect: NotificationFamily,
-    /// The client's id of the start request, to recognize a repeated one.
-    start_id: Option<String>,
     /// Its number in the order of starts.
     pub(crate) number: u64,
     input: Mutex<InputQueue>,
@@ -200,6 +205,7 @@ pub(crate) enum InputWrite {
     },
     End {
         responder: RequestResponder,
+        status: WriteResponder,
     },
 }
 
@@ -355,20 +361,21 @@ impl Session {
     /// `limit` bounds live processes together with records of closed ones that the client has not
     /// received completely. Records that it has received are removed as needed, the oldest first.
     pub(crate) fn reserve(
-        &self,
-        id: &str,
-        start_id: Option<&str>,
+        self: &Arc<Self>,
+        info: ProcessInfo,
+        dialect: NotificationFamily,
         limit: usize,
     ) -> Result<ReserveResult, ApiError> {
         let removed;
+        let (id, start_id) = (&info.process_id, info.start_id.as_deref());
         let mut table = self.table.lock();
         if let Some(slot) = table.slots.get(id) {
             let known = match slot {
                 ProcessRecord::Starting(starting) => starting.start_id.as_deref(),
-                ProcessRecord::Started(managed) => managed.start_id.as_deref(),
+                ProcessRecord::Started(managed) => managed.info.start_id.as_deref(),
             };
             if start_id.is_some() && start_id == known {
-                return Ok(ReserveResult::Repeat);
+                return Ok(ReserveResult::Repeat(info));
             }
             let message = format!("process ID already exists: {id}");
             return Err(ApiError::invalid_request(message));
@@ -387,11 +394,16 @@ impl Session {
         };
         table
             .slots
-            .insert(id.to_owned(), ProcessRecord::Starting(starting));
+            .insert(id.clone(), ProcessRecord::Starting(starting));
         drop(table);
         // The log of the removed process is freed after the table was unlocked.
         drop(removed);
-        Ok(ReserveResult::New)
+        Ok(ReserveResult::New(StartTicket {
+            session: Arc::clone(self),
+            info,
+            dialect,
+            completed: false,
+        }))
     }
 
     /// Removes the oldest record of a closed process that the client has received completely;
@@ -399,13 +411,6 @@ impl Session {
     pub(crate) fn drop_oldest_delivered(&self) -> bool {
         let removed = self.table.lock().remove_oldest_delivered();
         removed.is_some()
-    }
-
-    /// Records why the start failed, for repeated requests of the same start.
-    pub(crate) fn note_failure(&self, id: &str, failure: ApiError) {
-        if let Some(ProcessRecord::Starting(starting)) = self.table.lock().slots.get_mut(id) {
-            starting.failure = Some(failure);
-        }
     }
 
     /// The error for a job whose process could not be started.
@@ -417,57 +422,37 @@ impl Session {
         .unwrap_or_else(|| ApiError::unknown_process(id))
     }
 
-    /// Stores a started process in its slot and runs the jobs that have waited for it.
+    /// Ends a start: stores the process in its slot and runs the jobs that have waited for it.
     ///
-    /// `answer` sends the response first. Without a process the id becomes free again. If the
-    /// session has ended in the meantime, returns the process, which the caller must kill.
-    pub(crate) fn fill(
-        &self,
-        id: &str,
-        managed: Option<SessionProcessParts>,
-        answer: impl FnOnce(),
-    ) -> Option<Process> {
-        let managed = managed.map(|parts| {
-            let mut table = self.table.lock();
-            table.started += 1;
-            Arc::new(parts.build(id, table.started))
-        });
-        answer();
-        let mut followed = None;
-        if let Some(managed) = &managed {
-            if managed.dialect == NotificationFamily::ProcessPull {
-                // Blocks the process when its output buffer is full, until a client reads, even
-                // while the session is detached.
-                managed.process.hold(0);
-            }
-            followed = self.follow_driver(managed, None);
-        }
+    /// Without a process the id becomes free again. Returns whether the slot still existed: it does
+    /// not if the session has ended in the meantime.
+    fn end_start(&self, id: &str, managed: Option<&Arc<SessionProcess>>) -> bool {
+        let followed = managed.and_then(|managed| self.follow_driver(managed, None));
         loop {
             let mut table = self.table.lock();
             let Some(ProcessRecord::Starting(StartingProcess { jobs, .. })) =
                 table.slots.get_mut(id)
             else {
-                // The session has ended without this process, which was not in the table yet.
-                return managed.map(|managed| managed.process.clone());
+                return false;
             };
             // The slot is filled only when no jobs wait, so that new jobs do not overtake earlier
             // ones.
             let Some(job) = jobs.pop_front() else {
                 let Some(managed) = managed else {
                     table.slots.remove(id);
-                    return None;
+                    return true;
                 };
                 table
                     .slots
-                    .insert(id.to_owned(), ProcessRecord::Started(Arc::clone(&managed)));
+                    .insert(id.to_owned(), ProcessRecord::Started(Arc::clone(managed)));
                 drop(table);
                 // The connection may have changed in the meantime, before it could follow this
                 // process.
-                self.follow_driver(&managed, followed.as_ref());
-                return None;
+                self.follow_driver(managed, followed.as_ref());
+                return true;
             };
             drop(table);
-            job(managed.as_ref());
+            job(managed);
         }
     }
 
@@ -582,7 +567,7 @@ impl Session {
 impl ProcessRecords {
     /// Whether the slot of this process still contains it.
     fn holds(&self, process: &Arc<SessionProcess>) -> bool {
-        matches!(self.slots.get(&process.id),
+        matches!(self.slots.get(&process.info.process_id),
             Some(ProcessRecord::Started(managed)) if Arc::ptr_eq(managed, process))
     }
 
@@ -590,7 +575,7 @@ impl ProcessRecords {
     fn remove_closed(&mut self, index: usize) -> Option<Arc<SessionProcess>> {
         let process = self.closed.remove(index)?.process;
         if self.holds(&process) {
-            self.slots.remove(&process.id);
+            self.slots.remove(&process.info.process_id);
         }
         Some(process)
     }
@@ -643,28 +628,65 @@ pub(crate) fn unknown_session(id: &str) -> ApiError {
     ApiError::invalid_request(format!("unknown session id {id}"))
 }
 
-/// The parts of a process record other than id and number.
-pub(crate) struct SessionProcessParts {
-    pub(crate) process: Process,
-    pub(crate) argv: Vec<String>,
-    pub(crate) cwd: PathUri,
-    pub(crate) dialect: NotificationFamily,
-    pub(crate) start_id: Option<String>,
-}
-
-impl SessionProcessParts {
-    fn build(self, id: &str, number: u64) -> SessionProcess {
-        SessionProcess {
-            id: id.to_owned(),
-            process: self.process,
-            argv: self.argv,
-            cwd: self.cwd,
+impl StartTicket {
+    /// Completes a successful start. `answer` sends the response, before any notification about the
+    /// process.
+    ///
+    /// # Errors
+    ///
+    /// The process, which the caller must end: the session has ended in the meantime.
+    pub(crate) fn complete(
+        mut self,
+        process: Process,
+        answer: impl FnOnce(),
+    ) -> Result<Arc<SessionProcess>, Process> {
+        self.completed = true;
+        let number = {
+            let mut table = self.session.table.lock();
+            table.started += 1;
+            table.started
+        };
+        let id = self.info.process_id.clone();
+        let managed = Arc::new(SessionProcess {
+            info: std::mem::take(&mut self.info),
+            process,
             dialect: self.dialect,
-            start_id: self.start_id,
             number,
             input: Mutex::default(),
             read_to_end: AtomicBool::new(false),
             follower: Mutex::default(),
+        });
+        answer();
+        if managed.dialect == NotificationFamily::ProcessPull {
+            // Blocks the process when its output buffer is full, until a client reads, even while
+            // the session is detached.
+            managed.process.hold(0);
+        }
+        if self.session.end_start(&id, Some(&managed)) {
+            Ok(managed)
+        } else {
+            Err(managed.process.clone())
+        }
+    }
+
+    /// Completes a failed start: jobs that wait for the process, and repeated start requests, get
+    /// this error. `answer` sends it as the response first.
+    pub(crate) fn fail(mut self, error: ApiError, answer: impl FnOnce(ApiError)) {
+        self.completed = true;
+        let id = &self.info.process_id;
+        if let Some(ProcessRecord::Starting(starting)) = self.session.table.lock().slots.get_mut(id)
+        {
+            starting.failure = Some(error.clone());
+        }
+        answer(error);
+        self.session.end_start(id, None);
+    }
+}
+
+impl Drop for StartTicket {
+    fn drop(&mut self) {
+        if !self.completed {
+            self.session.end_start(&self.info.process_id, None);
         }
     }
 }
@@ -672,7 +694,7 @@ impl SessionProcessParts {
 impl SessionProcess {
     /// Sends notifications of the process to a connection, after `cursor` or from now on.
     fn follow(&self, cursor: Option<u64>, outbox: &Arc<Outbox>) {
-        let (process, id) = (self.process.clone(), self.id.clone());
+        let (process, id) = (self.process.clone(), self.info.process_id.clone());
         let follower = LogFollower::start(process, id, self.dialect, cursor, outbox);
         *self.follower.lock() = Some(follower);
     }
@@ -739,7 +761,7 @@ impl SessionProcess {
             Ok(written) => {
                 input.settle(id, written);
                 drop(input);
-                status(responder, status_of(written));
+                status(responder, write_status(written));
             }
             Err(data) => {
                 responder.wait_for_input(data.len());
@@ -758,10 +780,16 @@ impl SessionProcess {
     }
 
     /// Closes stdin after all earlier writes.
-    pub(crate) fn close_stdin(self: &Arc<Self>, mut responder: RequestResponder) {
+    pub(crate) fn close_stdin(
+        self: &Arc<Self>,
+        mut responder: RequestResponder,
+        status: WriteResponder,
+    ) {
         let mut input = self.input.lock();
         responder.wait_for_input(0);
-        input.waiting.push_back(InputWrite::End { responder });
+        input
+            .waiting
+            .push_back(InputWrite::End { responder, status });
         let first = input.waiting.len() == 1;
         drop(input);
         if first {
@@ -794,14 +822,12 @@ impl SessionProcess {
                 }
                 drop(input);
                 match done {
-                    Some(InputWrite::Data {
-                        responder, status, ..
-                    }) => {
-                        status(responder, status_of(written));
-                    }
-                    Some(InputWrite::End { responder }) => {
-                        crate::methods::process::write_status(responder, status_of(written));
-                    }
+                    Some(
+                        InputWrite::Data {
+                            responder, status, ..
+                        }
+                        | InputWrite::End { responder, status },
+                    ) => status(responder, write_status(written)),
                     None => {}
                 }
                 if last {
@@ -832,12 +858,5 @@ impl InputQueue {
         {
             self.recent.retain(|&recent| recent != id);
         }
-    }
-}
-
-fn status_of(written: InputWriteResult) -> WriteStatus {
-    match written {
-        InputWriteResult::Accepted => WriteStatus::Accepted,
-        InputWriteResult::Closed => WriteStatus::StdinClosed,
     }
 }

@@ -101,17 +101,15 @@ pub enum EnvironmentStatus {
 impl Environment {
     /// Creates the environment of this machine, with the id `local`.
     #[cfg(feature = "local")]
-    pub fn local(executor: exec_server_executor::Executor) -> Self {
-        let here = super::local::LocalMachine::new(executor.clone());
-        let http = crate::http_client::HttpClient::new(crate::http_client::HttpConfig {
-            environment: executor.config().environment.clone(),
-            ..Default::default()
-        });
-        let exec = Arc::new(crate::LocalBackend::new(executor.clone()));
-        let files = Arc::new(crate::LocalFileSystem::on(executor));
+    pub fn local(executor: exec_server_engine::Executor) -> Self {
+        let http = exec_server_engine::http::HttpConfig::default();
+        let engine = exec_server_engine::Engine::new(executor, http);
+        let http = crate::LocalHttp::new(engine.http().clone());
+        let exec = Arc::new(crate::LocalBackend::on(engine.clone()));
+        let files = Arc::new(crate::LocalFileSystem::with_engine(engine.clone()));
         Self {
-            kind: EnvironmentBackend::Here(Box::new(here)),
-            http: Arc::new(crate::LocalHttp::new(http)),
+            kind: EnvironmentBackend::Here(Box::new(super::local::LocalMachine::new(engine))),
+            http: Arc::new(http),
             ..Self::from_parts(LOCAL, exec, files)
         }
     }

@@ -1,11 +1,8 @@
 //! Errors of work on this machine: with the code and the message that a server would answer.
 
-use exec_server_egress::http::HttpError;
-use exec_server_engine::ApiError;
-use exec_server_executor::StartError;
-use exec_server_executor::conditions::ConditionError;
-use exec_server_executor::fs::FsError;
-use exec_server_executor::fs::watch::WatchError;
+use exec_server_engine::files::FsError;
+use exec_server_engine::http::HttpError;
+use exec_server_engine::{ApiError, ConditionError, StartError};
 
 use super::ExecServerError;
 
@@ -26,4 +23,4 @@ macro_rules! as_a_server_answers {
     )*};
 }
 
-as_a_server_answers! { ConditionError FsError HttpError StartError WatchError }
+as_a_server_answers! { ConditionError FsError HttpError StartError }

@@ -1,23 +1,19 @@
 //! Files of this machine, behind the same trait as remote files.
 //!
-//! Calls the executor directly, on blocking threads, without a connection or messages. Errors have
+//! Calls the engine directly, on blocking threads, without a connection or messages. Errors have
 //! the codes of the wire, so that a caller handles local and remote files alike.
 
 use std::future::poll_fn;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::Poll;
 
 use bytes::Bytes;
-use exec_server_engine::ApiError;
-use exec_server_executor::fs::watch::{MissingPathWait, WatchHub, WatchSubscription};
-use exec_server_executor::fs::{FsError, OpenFile};
-use exec_server_executor::sandbox::files::{FileIntent, PolicyFiles};
-use exec_server_executor::{Executor, ExecutorConfig};
+use exec_server_engine::files::{FsError, MissingPaths, OpenFile, WatchSubscription};
+use exec_server_engine::http::HttpConfig;
+use exec_server_engine::{ApiError, Engine, Executor, ExecutorConfig};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{FsRequest, FsResponse, OpenMode};
-use exec_server_protocol::limits::MAX_MISSING_PATHS;
 use exec_server_protocol::sandbox::Sandbox;
 use exec_server_sync::Mutex;
 use futures_util::future::BoxFuture;
@@ -30,10 +26,6 @@ use super::{
     WriteStreamOptions,
 };
 use crate::error::{ExecServerError, Reply};
-
-/// Largest file in bytes that is read without a blocking thread, if its content is in the page
-/// cache.
-const AT_ONCE_BYTES: usize = 32 * 1024;
 
 /// File system of this machine.
 ///
@@ -51,10 +43,8 @@ const AT_ONCE_BYTES: usize = 32 * 1024;
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct LocalFileSystem {
-    /// Starts confined processes; created on first use, unless the caller passed one.
-    executor: Arc<OnceLock<Executor>>,
-    /// Directory watcher that all clones share.
-    hub: Arc<WatchHub>,
+    /// Executes requests; created on first use, unless the caller passed one.
+    engine: Arc<OnceLock<Engine>>,
     /// Task of the only active [`ExecutorFileSystem::watch_missing`]. Never held across an await.
     missing: Arc<Mutex<Option<AbortOnDropHandle<()>>>>,
 }
@@ -69,33 +59,24 @@ impl LocalFileSystem {
     /// Creates a file system that uses this executor for operations under a policy: its launcher,
     /// its environment and its hidden paths apply.
     pub fn on(executor: Executor) -> Self {
+        Self::with_engine(Engine::new(executor, HttpConfig::default()))
+    }
+
+    pub(crate) fn with_engine(engine: Engine) -> Self {
         Self {
-            executor: Arc::new(OnceLock::from(executor)),
+            engine: Arc::new(OnceLock::from(engine)),
             ..Self::default()
         }
     }
 
-    fn executor(&self) -> Result<&Executor, ExecServerError> {
-        if let Some(executor) = self.executor.get() {
-            return Ok(executor);
+    fn engine(&self) -> Result<&Engine, ExecServerError> {
+        if let Some(engine) = self.engine.get() {
+            return Ok(engine);
         }
-        let made = Executor::new(ExecutorConfig::default())
+        let executor = Executor::new(ExecutorConfig::default())
             .map_err(|error| ApiError::internal(format!("cannot open /dev/null: {error}")))?;
-        Ok(self.executor.get_or_init(|| made))
-    }
-
-    /// Returns the native path, and the direct or confined access under which a stream is opened.
-    fn admit(
-        &self,
-        path: &PathUri,
-        sandbox: Option<Sandbox>,
-        intent: FileIntent,
-    ) -> Result<(PathBuf, PolicyFiles), ExecServerError> {
-        let files = self.executor()?.files(sandbox, intent)?;
-        let native = path
-            .to_native()
-            .map_err(|error| ApiError::invalid_request(error.to_string()))?;
-        Ok((native, files))
+        let made = Engine::new(executor, HttpConfig::default());
+        Ok(self.engine.get_or_init(|| made))
     }
 
     async fn open(
@@ -104,12 +85,8 @@ impl LocalFileSystem {
         mode: OpenMode,
         sandbox: Option<Sandbox>,
     ) -> Result<Arc<LocalFile>, ExecServerError> {
-        let intent = match mode {
-            OpenMode::Read => FileIntent::Read,
-            OpenMode::Replace | OpenMode::Update | OpenMode::Atomic => FileIntent::Write,
-        };
-        let (path, files) = self.admit(path, sandbox, intent)?;
-        let file = blocking(move || Ok(files.open(&path, mode)?)).await?;
+        let opening = self.engine()?.open_file(path, mode, sandbox)?;
+        let file = blocking(move || Ok(opening.run()?)).await?;
         Ok(Arc::new(LocalFile {
             file: Arc::new(Mutex::new(Some(file))),
         }))
@@ -152,16 +129,16 @@ impl ExecutorFileSystem for LocalFileSystem {
         Box::pin(async { Ok(true) })
     }
 
-    fn call(&self, mut request: FsRequest) -> Reply<'_, FsResponse> {
+    fn call(&self, request: FsRequest) -> Reply<'_, FsResponse> {
         Box::pin(async move {
-            let files = self.executor()?.admit(&mut request)?;
-            if let Some(answer) = files.call_at_once(&request, AT_ONCE_BYTES) {
+            let call = self.engine()?.admit(request)?;
+            if let Some(answer) = call.run_at_once() {
                 return Ok(answer?.into_response()?);
             }
             let tell = CancelOnDrop::default();
             let flag = Arc::clone(&tell.0);
             let cancelled = move || flag.load(Ordering::Relaxed);
-            blocking(move || Ok(files.call(request, &cancelled)?.into_response()?)).await
+            blocking(move || Ok(call.run(&cancelled)?.into_response()?)).await
         })
     }
 
@@ -194,10 +171,9 @@ impl ExecutorFileSystem for LocalFileSystem {
 
     fn watch<'a>(&'a self, path: &'a PathUri, options: WatchOptions) -> Reply<'a, FileChanges> {
         Box::pin(async move {
-            let (path, files) = self.admit(path, options.sandbox.clone(), FileIntent::Read)?;
-            files.check_watchable()?;
+            let start = self.engine()?.watch(path, options.sandbox.clone())?;
             let tell = CancelOnDrop::default();
-            let (hub, cancelled) = (Arc::clone(&self.hub), Arc::clone(&tell.0));
+            let cancelled = Arc::clone(&tell.0);
             let subscription = blocking(move || {
                 let WatchOptions {
                     recursive,
@@ -205,7 +181,7 @@ impl ExecutorFileSystem for LocalFileSystem {
                     debounce,
                     ..
                 } = options;
-                Ok(hub.watch(&path, recursive, &ignore, debounce, &cancelled)?)
+                Ok(start.run(recursive, &ignore, debounce, &cancelled)?)
             })
             .await?;
             let root = uri(subscription.root())?;
@@ -219,18 +195,12 @@ impl ExecutorFileSystem for LocalFileSystem {
         present: Option<&'a PathUri>,
     ) -> Reply<'a, Option<MissingWatch>> {
         Box::pin(async move {
-            let native = |path: &PathUri| path.to_native().ok();
-            let paths: Option<Vec<_>> = missing.iter().map(native).collect();
-            let usable = paths.filter(|paths| (1..=MAX_MISSING_PATHS).contains(&paths.len()));
-            let there = present.map(native);
             // A new call ends the previous watch even if it fails.
             self.replace_missing(None);
-            let (Some(paths), Some(present)) = (usable, there.map_or(Some(None), |p| p.map(Some)))
-            else {
+            let Some(paths) = MissingPaths::of(missing, present) else {
                 return Ok(None);
             };
-            let Some(watch) = blocking(move || Ok(MissingPathWait::start(paths, present)?)).await?
-            else {
+            let Some(watch) = blocking(move || Ok(paths.watch()?)).await? else {
                 return Ok(None);
             };
             let (mut sender, receiver) = oneshot::channel();

@@ -1,7 +1,10 @@
 //! Requests that this machine makes.
 
-use bytes::{Bytes, BytesMut};
-use exec_server_egress::http::{HttpClient, ResponseBody, StreamingResponse, request};
+use bytes::Bytes;
+use exec_server_engine::http::{
+    self as exchange, HttpClient, PreparedRequest, ResponseBody, StreamingResponse, Unlimited,
+    WholeResponse,
+};
 use exec_server_protocol::ByteChunk;
 use exec_server_protocol::http::RequestParams;
 use futures_util::future::BoxFuture;
@@ -22,7 +25,7 @@ impl LocalHttp {
         Self { client }
     }
 
-    async fn send(&self, asked: HttpRequest) -> Result<StreamingResponse, ExecServerError> {
+    fn prepare(&self, asked: HttpRequest) -> Result<PreparedRequest, ExecServerError> {
         let params = RequestParams {
             method: asked.method,
             url: asked.url,
@@ -34,42 +37,36 @@ impl LocalHttp {
             stream_response: false,
             decompress: asked.decompress,
         };
-        let prepared = request::prepare(params, &self.client.config().environment)?;
-        Ok(self.client.send(prepared).await?)
+        Ok(exchange::prepare(&self.client, params)?)
     }
 }
 
 impl ExecutorHttp for LocalHttp {
     fn fetch(&self, request: HttpRequest) -> Reply<'_, BufferedHttpResponse> {
         Box::pin(async move {
-            let StreamingResponse {
+            let prepared = self.prepare(request)?;
+            let WholeResponse {
                 status,
                 headers,
-                mut body,
-            } = self.send(request).await?;
-            body.limit(self.client.config().max_response_bytes as u64)?;
-            let mut bytes = BytesMut::new();
-            while let Some(piece) = body.chunk().await? {
-                bytes.extend_from_slice(&piece);
-            }
+                body,
+                ..
+            } = exchange::fetch(&self.client, prepared, usize::MAX, &Unlimited).await?;
             Ok(BufferedHttpResponse {
                 status,
                 headers,
-                body: bytes.freeze(),
+                body: body.into(),
             })
         })
     }
 
     fn open(&self, request: HttpRequest) -> Reply<'_, HttpStream> {
         Box::pin(async move {
+            let prepared = self.prepare(request)?;
             let StreamingResponse {
                 status,
                 headers,
-                mut body,
-            } = self.send(request).await?;
-            if let Some(limit) = self.client.config().max_stream_bytes {
-                body.limit(limit)?;
-            }
+                body,
+            } = exchange::open(&self.client, prepared).await?;
             Ok(HttpStream {
                 status,
                 headers,

@@ -1,9 +1,10 @@
-//! Processes on five backends: in this process, over an in-memory link, over standard input and
-//! output, over a unix socket and over a websocket.
+//! Processes on six backends: in this process, over an in-memory link, over standard input and
+//! output, over a unix socket, over a websocket and through a relay.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 mod http;
+mod parity;
 mod recovery;
 mod subjects;
 mod unified;
@@ -23,7 +24,7 @@ use subjects::{BackendSubject, command, exited, read_until, sh};
 macro_rules! over_all_subjects {
     ($($name:ident;)*) => {$(
         mod $name {
-            over_all_subjects!(@ $name: local in_process stdio unix websocket);
+            over_all_subjects!(@ $name: local in_process stdio unix websocket relay);
         }
     )*};
     (@ $name:ident: $($subject:ident)*) => {$(
@@ -60,9 +61,16 @@ over_all_subjects! {
     unified_session_accepts_further_input;
     unified_interrupt_ends_the_command;
     unified_output_beyond_the_budget_uses_bounded_memory;
+    sandboxed_start_enforces_its_policy;
+    sandboxed_start_that_fails_has_code_and_path;
+    sandboxed_file_calls_enforce_their_policy;
+    file_errors_have_code_and_path;
+    process_network_is_prepared_and_validated;
+    shell_snapshot_is_validated_and_used;
 }
 
 mod cases {
+    pub(super) use super::parity::cases::*;
     pub(super) use super::unified::cases::*;
     use super::*;
 

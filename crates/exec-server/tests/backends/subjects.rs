@@ -1,31 +1,37 @@
-//! The backends that the cases run on, each with the value that keeps it alive.
+//! The machines that the cases run on, each with the value that keeps it alive.
 
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use exec_server::executor::{Executor, ExecutorConfig};
 use exec_server::protocol::process::StartParams;
+use exec_server::registry::{RegistryAuth, RegistryConnectArgs};
 use exec_server::{
     ExecBackend, ExecProcess, ExecProcessEvent, ExecProcessEvents, ExecServer, ExecServerClient,
-    ExecServerClientConnectOptions, ExecServerConfig, Listener, LocalBackend, ProcessExit,
-    RemoteExecServerConnectArgs, in_process as connect_in_process,
+    ExecServerClientConnectOptions, ExecServerConfig, ExecutorFileSystem, Listener, LocalBackend,
+    LocalFileSystem, ProcessExit, RemoteExecServerConnectArgs, in_process as connect_in_process,
 };
+use exec_server_testkit::rendezvous::RendezvousProcess;
 use exec_server_testkit::server::ServerProcess;
 use tokio::process::Command;
 
-/// A backend and the value that keeps it alive.
+/// The processes and files of one machine, and the value that keeps them alive.
 pub(crate) struct BackendSubject {
     pub(crate) backend: Arc<dyn ExecBackend>,
+    pub(crate) files: Arc<dyn ExecutorFileSystem>,
     _keep: Box<dyn Any + Send>,
 }
 
 impl BackendSubject {
-    fn new(backend: impl ExecBackend + 'static, keep: impl Any + Send) -> Self {
+    fn new(client: ExecServerClient, keep: impl Any + Send) -> Self {
         Self {
-            backend: Arc::new(backend),
+            files: Arc::new(client.file_system()),
+            backend: Arc::new(client),
             _keep: Box::new(keep),
         }
     }
@@ -35,13 +41,33 @@ impl BackendSubject {
     }
 }
 
+/// What launches sandboxes: this program cannot.
+fn launcher() -> Option<PathBuf> {
+    Some(env!("CARGO_BIN_EXE_exec-server").into())
+}
+
+fn config() -> ExecServerConfig {
+    ExecServerConfig {
+        sandbox_launcher: launcher(),
+        ..ExecServerConfig::default()
+    }
+}
+
 pub(crate) async fn local() -> BackendSubject {
-    let executor = Executor::new(ExecutorConfig::default()).unwrap();
-    BackendSubject::new(LocalBackend::new(executor), ())
+    let config = ExecutorConfig {
+        launcher: launcher(),
+        ..ExecutorConfig::default()
+    };
+    let executor = Executor::new(config).unwrap();
+    BackendSubject {
+        backend: Arc::new(LocalBackend::new(executor.clone())),
+        files: Arc::new(LocalFileSystem::on(executor)),
+        _keep: Box::new(()),
+    }
 }
 
 pub(crate) async fn in_process() -> BackendSubject {
-    let server = ExecServer::new(ExecServerConfig::default()).unwrap();
+    let server = ExecServer::new(config()).unwrap();
     BackendSubject::new(connect_in_process(&server).await.unwrap(), server)
 }
 
@@ -61,7 +87,7 @@ pub(crate) async fn unix() -> BackendSubject {
     let directory = tempfile::tempdir().unwrap();
     let listener = Listener::unix(&directory.path().join("socket")).unwrap();
     let url = listener.url().to_string();
-    let server = ExecServer::new(ExecServerConfig::default()).unwrap();
+    let server = ExecServer::new(config()).unwrap();
     tokio::spawn(listener.serve(server.clone()));
     let args = RemoteExecServerConnectArgs::new(url, "test");
     BackendSubject::new(
@@ -77,6 +103,28 @@ pub(crate) async fn websocket() -> BackendSubject {
     let server = ServerProcess::start(command).await;
     let args = RemoteExecServerConnectArgs::new(server.url(), "test");
     BackendSubject::new(ExecServerClient::connect(args).await.unwrap(), server)
+}
+
+pub(crate) async fn relay() -> BackendSubject {
+    let directory = tempfile::tempdir().unwrap();
+    let program = || Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    let rendezvous =
+        RendezvousProcess::start(program(), &directory.path().join("rendezvous")).await;
+    let mut executor = program();
+    executor
+        .args(["--remote", rendezvous.url(), "--environment-id", "box"])
+        .arg("--remote-token-file")
+        .arg(rendezvous.token_file("executor"))
+        .env("HOME", directory.path())
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .kill_on_drop(true);
+    let executor = executor.spawn().unwrap();
+    rendezvous.wait_online("box", true).await;
+    let auth = RegistryAuth::bearer(rendezvous.token("harness"));
+    let args = RegistryConnectArgs::new(rendezvous.url(), "box", auth, "test");
+    let client = ExecServerClient::connect_registry(args).await.unwrap();
+    BackendSubject::new(client, (executor, rendezvous, directory))
 }
 
 /// Params for a command, with a new process id.

@@ -1,22 +1,18 @@
 //! Implementation of `environment/*`.
 
-use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use exec_server_engine::configuration::ConfigError;
-use exec_server_engine::host;
-use exec_server_executor::Executor;
+use exec_server_engine::configuration::ConfigFiles;
+use exec_server_engine::{Executor, host};
 use exec_server_protocol::environment::{
-    ConfigReadParams, ConfigReadResult, EnvironmentInfo, StatusResult, StatusValue,
+    ConfigReadParams, EnvironmentInfo, StatusResult, StatusValue,
 };
-use exec_server_protocol::limits::MAX_CONFIG_PATHS;
 use exec_server_protocol::text::hex;
 use exec_server_protocol::{NoParams, PathUri, table};
 use exec_server_sync::{Condvar, Mutex};
 use sha2::{Digest as _, Sha256};
 
-use crate::ApiError;
 use crate::config::ExecServerConfig;
 use crate::dispatch::CheckedRequest;
 
@@ -132,58 +128,16 @@ fn provider_id(machine: &str) -> String {
 
 /// Reads the configuration files of this machine for clients.
 pub(crate) fn config_read(call: CheckedRequest<'_>, params: ConfigReadParams) {
-    let cwd = match checked(&params) {
+    let cwd = match ConfigFiles::check(&params) {
         Ok(cwd) => cwd,
         Err(error) => return call.responder.send_error(error),
     };
     let (server, responder) = (call.connection.server.clone(), call.responder);
     call.connection.file_work(move || {
-        let config = server.config();
-        let files = &config.config_files;
-        let read = || -> Result<ConfigReadResult, ApiError> {
-            let failed = |error: ConfigError| {
-                let message = format!("failed to load executor-local config: {error}");
-                ApiError::internal(message)
-            };
-            let home = PathUri::from_native(&files.home);
-            Ok(ConfigReadResult {
-                user_home_dir: server.info().user_home_dir.clone(),
-                codex_home_dir: home.map_err(|error| ApiError::internal(error.to_string()))?,
-                hostname: host::name(),
-                config: files
-                    .read_config(&cwd, &params.config_paths)
-                    .map_err(failed)?,
-                requirements: files
-                    .read_requirements(&params.requirements_paths)
-                    .map_err(failed)?,
-            })
-        };
-        responder.send(read());
+        let user_home_dir = server.info().user_home_dir.clone();
+        let files = &server.config().config_files;
+        responder.send(files.read(&cwd, &params, user_home_dir));
     });
-}
-
-/// Returns the directory whose configuration is read, if the params are valid.
-fn checked(params: &ConfigReadParams) -> Result<PathBuf, ApiError> {
-    let ConfigReadParams {
-        cwd,
-        config_paths,
-        requirements_paths,
-    } = params;
-    let paths = || config_paths.iter().chain(requirements_paths);
-    let count = paths().count();
-    let message = if count == 0 {
-        "at least one config or requirements path is required".to_owned()
-    } else if paths().any(Vec::is_empty) {
-        "TOML paths must contain at least one key segment".to_owned()
-    } else if count > MAX_CONFIG_PATHS {
-        format!("{count} paths exceed the limit of {MAX_CONFIG_PATHS}")
-    } else {
-        return cwd.to_native().map_err(|error| {
-            let message = format!("cwd URI `{cwd}` is not valid on this host: {error}");
-            ApiError::invalid_params(message)
-        });
-    };
-    Err(ApiError::invalid_params(message))
 }
 
 pub(crate) fn info(call: CheckedRequest<'_>, _: NoParams) {

@@ -1,19 +1,18 @@
 //! File operations that have one request and one response.
 //!
-//! Selects the thread that runs a request and encodes long responses; the executor runs the
-//! operation.
+//! Selects the thread that runs a request and encodes long responses; the engine runs the operation.
 
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use exec_server_executor::fs::{self, Directory, EntryType, FileOutcome, FsError, Walked};
-use exec_server_executor::sandbox::files::{FileIntent, PolicyFiles};
+use exec_server_engine::files::{
+    Directory, EntryType, FileCall, FileOutcome, FsError, Walked, read_at, readable_size,
+};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::chunk::{encode_into, encoded_len};
 use exec_server_protocol::fs::{FsMethod, FsRequest, WalkKind};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
-use exec_server_protocol::sandbox::Sandbox;
 
 use crate::ApiError;
 use crate::connection::{Connection, RequestResponder};
@@ -24,30 +23,12 @@ use crate::pieces::FileSource;
 /// Bytes of a response in addition to its data.
 const ENVELOPE_BYTES: usize = 4096;
 
-/// Files up to this size are read on the current thread if no disk access is needed. For larger
-/// files, switching to a file thread costs less than delaying other requests of this thread.
-const AT_ONCE_BYTES: usize = 32 * 1024;
-
 /// Memory that a listing reserves before its size is known: less than the guaranteed bytes of a
 /// connection.
 const LISTING_BYTES: usize = 1 << 20;
 
 /// Bytes of an entry of a listing in addition to its name.
 const ENTRY_BYTES: usize = 64;
-
-/// Runs the checks of all methods with a path and a policy.
-pub(super) fn admit(
-    call: &CheckedRequest<'_>,
-    path: &PathUri,
-    sandbox: &mut Option<Sandbox>,
-    intent: FileIntent,
-) -> Result<(PathBuf, PolicyFiles), ApiError> {
-    let executor = call.connection.server.executor();
-    let files = executor.files(sandbox.take(), intent)?;
-    let native = path.to_native();
-    let native = native.map_err(|error| ApiError::invalid_request(error.to_string()))?;
-    Ok((native, files))
-}
 
 pub(super) async fn blocking<R: Send + 'static>(
     work: impl FnOnce() -> Result<R, ApiError> + Send + 'static,
@@ -60,8 +41,7 @@ pub(super) async fn blocking<R: Send + 'static>(
 /// A file request that has passed all checks.
 pub(super) struct AdmittedFileRequest {
     pub(super) connection: Arc<Connection>,
-    pub(super) files: PolicyFiles,
-    pub(super) request: FsRequest,
+    pub(super) call: FileCall,
 }
 
 /// Runs a file operation that has one request and one response.
@@ -69,32 +49,31 @@ pub(crate) fn call<M: FsMethod>(call: CheckedRequest<'_>, params: M::Params) {
     answer(call, M::request(params));
 }
 
-fn answer(mut call: CheckedRequest<'_>, mut request: FsRequest) {
+fn answer(mut call: CheckedRequest<'_>, request: FsRequest) {
     if let FsRequest::WriteFile(params) = &request {
         call.responder.hold(params.data_base64.as_slice().len());
     }
     let connection = Arc::clone(call.connection);
-    let executor = connection.server.executor();
-    let files = match executor.admit(&mut request) {
-        Ok(files) => files,
-        Err(error) => return call.responder.send_error(error.into()),
+    let file_call = match connection.server.engine().admit(request) {
+        Ok(file_call) => file_call,
+        Err(error) => return call.responder.send_error(error),
     };
     let responder = call.responder;
-    if let Some(answer) = files.call_at_once(&request, AT_ONCE_BYTES) {
-        return send(&connection, responder, answer.map_err(ApiError::from));
+    if let Some(answer) = file_call.run_at_once() {
+        return send(&connection, responder, answer);
     }
-    let soon = files.call_soon(&request, AT_ONCE_BYTES as u32);
+    let soon = file_call.run_soon();
     let admitted = AdmittedFileRequest {
         connection,
-        files,
-        request,
+        call: file_call,
     };
     let Some(soon) = soon else {
         return admitted.perform(responder);
     };
     call.connection.spawn(async move {
         let connection = Arc::clone(&admitted.connection);
-        match soon.finish(&admitted.request, connection.is_alone()).await {
+        let request = admitted.call.request();
+        match soon.finish(request, connection.is_alone()).await {
             // Reading the file can block, so it continues on a file thread.
             Some(Ok(answer @ FileOutcome::File { .. })) => {
                 let there = Arc::clone(&connection);
@@ -110,7 +89,7 @@ impl AdmittedFileRequest {
     /// Runs the operation on a file thread, which sends the response.
     fn perform(self, responder: RequestResponder) {
         let connection = Arc::clone(&self.connection);
-        match &self.request {
+        match self.call.request() {
             FsRequest::Search(_) => super::search::search(self, responder),
             FsRequest::ReadDirectory(_) | FsRequest::Walk(_) => {
                 connection.file_work(move || self.list(responder, LISTING_BYTES));
@@ -132,8 +111,8 @@ impl AdmittedFileRequest {
         let connection = Arc::clone(&self.connection);
         connection.with_room(responder, bytes, move |mut responder| {
             let closed = self.connection.closed.clone();
-            let request = self.request.clone();
-            let answer = attempt(|| Ok(self.files.call(request, &|| closed.is_cancelled())?));
+            let call = self.call.clone();
+            let answer = attempt(|| call.run(&|| closed.is_cancelled()));
             let needed = answer.as_ref().map_or(0, listing_bytes);
             if needed <= bytes || responder.try_reserve_more(needed - bytes) {
                 return send(&self.connection, responder, answer);
@@ -146,7 +125,7 @@ impl AdmittedFileRequest {
 
     fn work(self, responder: RequestResponder) {
         let closed = self.connection.closed.clone();
-        let answer = attempt(|| Ok(self.files.call(self.request, &|| closed.is_cancelled())?));
+        let answer = attempt(|| self.call.run(&|| closed.is_cancelled()));
         send(&self.connection, responder, answer);
     }
 }
@@ -200,7 +179,7 @@ fn send_content(responder: RequestResponder, data: &[u8]) {
 /// Reads an open file and sends its content. Must be called on a file thread.
 fn read_open(connection: &Arc<Connection>, responder: RequestResponder, path: PathBuf, file: File) {
     let sized = attempt(|| {
-        let size = fs::readable_size(&file, &path)?;
+        let size = readable_size(&file, &path)?;
         fits(usize::try_from(size).unwrap_or(usize::MAX / 2))?;
         Ok(size)
     });
@@ -221,12 +200,10 @@ fn read_open(connection: &Arc<Connection>, responder: RequestResponder, path: Pa
             let most = MAX_MESSAGE_BYTES / 4 * 3;
             let read = attempt(|| {
                 encode_pieces(out, most, |done, piece| {
-                    Ok(
-                        fs::read_at(&file, done, piece).map_err(|source| FsError::Io {
-                            path: path.clone(),
-                            source,
-                        })?,
-                    )
+                    Ok(read_at(&file, done, piece).map_err(|source| FsError::Io {
+                        path: path.clone(),
+                        source,
+                    })?)
                 })
             })?;
             fits(read)?;

@@ -3,8 +3,7 @@
 use std::cell::RefCell;
 
 use bytes::Bytes;
-use exec_server_executor::fs::FsError;
-use exec_server_executor::sandbox::files::FileIntent;
+use exec_server_engine::files::FsError;
 use exec_server_protocol::Method as _;
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::fs::{
@@ -12,19 +11,14 @@ use exec_server_protocol::fs::{
 };
 use exec_server_protocol::limits::{MAX_BLOCK_BYTES, MAX_HANDLE_ID_BYTES};
 
-use super::fs::admit;
 use crate::ApiError;
 use crate::dispatch::{CheckedRequest, RawParams};
 use crate::handles::{self, FileHandles, HandleAction};
 
-pub(crate) fn open(call: CheckedRequest<'_>, mut params: OpenParams) {
-    let intent = if params.mode.writes() {
-        FileIntent::Write
-    } else {
-        FileIntent::Read
-    };
-    let (path, files) = match admit(&call, &params.path, &mut params.sandbox, intent) {
-        Ok(admitted) => admitted,
+pub(crate) fn open(call: CheckedRequest<'_>, params: OpenParams) {
+    let engine = call.connection.server.engine();
+    let opening = match engine.open_file(&params.path, params.mode, params.sandbox) {
+        Ok(opening) => opening,
         Err(error) => return call.responder.send_error(error),
     };
     if params.handle_id.len() > MAX_HANDLE_ID_BYTES {
@@ -33,16 +27,14 @@ pub(crate) fn open(call: CheckedRequest<'_>, mut params: OpenParams) {
             .responder
             .send_error(ApiError::invalid_request(message));
     }
-    let opening = handles::HandleRequest {
+    let request = handles::HandleRequest {
         action: HandleAction::Open {
-            path,
-            mode: params.mode,
+            opening,
             identity: params.identity,
-            files,
         },
         responder: call.responder,
     };
-    FileHandles::open(call.connection, params.handle_id, opening);
+    FileHandles::open(call.connection, params.handle_id, request);
 }
 
 pub(crate) fn read_block(call: CheckedRequest<'_>, params: ReadBlockParams) {

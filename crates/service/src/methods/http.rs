@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
-use exec_server_egress::http::{
-    HttpClient, HttpError, PreparedRequest, ResponseBody, StreamingResponse, request as checks,
+use exec_server_engine::http::{
+    self as exchange, BodyBudget, HttpClient, HttpError, PreparedRequest, ResponseBody,
+    StreamingResponse, WholeResponse,
 };
 use exec_server_protocol::http::{
     BodyDelta, BodyDeltaParams, CancelParams, CancelResult, RequestParams, RequestResult,
@@ -79,8 +80,6 @@ impl Drop for ActiveRequestGuard {
     }
 }
 
-impl HttpRequestsShared {}
-
 impl Default for HttpRequests {
     fn default() -> Self {
         Self {
@@ -146,13 +145,13 @@ impl HttpRequests {
 pub(crate) fn request(call: CheckedRequest<'_>, params: RequestParams) {
     let streamed = params.stream_response;
     let request_id = params.request_id.clone();
-    let client = call.connection.server.http().clone();
+    let client = call.connection.server.engine().http().clone();
     if let Some(audit) = call.connection.server.audit() {
         audit.requested(&call.connection.identity, &params);
     }
     let mut responder = call.responder;
     let admit = || -> Result<_, ApiError> {
-        let prepared = checks::prepare(params, &client.config().environment)?;
+        let prepared = exchange::prepare(&client, params)?;
         let place = call.connection.requests.enter(&request_id, streamed)?;
         let waiting = call.connection.wait(&mut responder)?;
         Ok((prepared, place, waiting))
@@ -197,22 +196,14 @@ async fn whole(
     place: &ActiveRequestGuard,
     mut responder: RequestResponder,
 ) {
-    let timeout = prepared.timeout();
-    let received = unless_cancelled(place, async {
-        let work = async {
-            let response = client.send(prepared).await?;
-            receive(connection, client, response).await
-        };
-        match timeout {
-            // The timeout includes the time spent waiting for memory.
-            Some(timeout) => match tokio::time::timeout(timeout, work).await {
-                Ok(received) => received,
-                Err(_) => Err(HttpError::TimedOut(timeout)),
-            },
-            None => work.await,
-        }
-    });
-    let (status, headers, body, reserved) = match received.await {
+    let requests = &connection.requests;
+    let received = exchange::fetch(client, prepared, largest_body(), requests);
+    let WholeResponse {
+        status,
+        headers,
+        body,
+        reserved,
+    } = match unless_cancelled(place, received).await {
         Ok(received) => received,
         Err(error) => return responder.send_error(error.into()),
     };
@@ -234,49 +225,18 @@ async fn whole(
     drop(reserved);
 }
 
-type ReceivedResponse = (
-    u16,
-    Vec<exec_server_protocol::http::ResponseHeader>,
-    Vec<u8>,
-    Option<OwnedSemaphorePermit>,
-);
-
-async fn receive(
-    connection: &Arc<Connection>,
-    client: &HttpClient,
-    response: StreamingResponse,
-) -> Result<ReceivedResponse, HttpError> {
-    let StreamingResponse {
-        status,
-        headers,
-        mut body,
-    } = response;
-    let limit = client.config().max_response_bytes.min(largest_body());
-    body.limit(limit as u64)?;
-    let known = body
-        .known_bytes()
-        .and_then(|known| usize::try_from(known).ok());
-    let mut reserved = None;
-    let mut bytes = Vec::with_capacity(known.unwrap_or(0).min(SMALL_BODY));
-    while let Some(piece) = body.chunk().await? {
-        if reserved.is_none() && bytes.len() + piece.len() > SMALL_BODY {
-            // Reserves the maximum size in one step, so that no request waits for more memory while
-            // it holds some.
-            let most = known.unwrap_or(limit).max(piece.len());
-            reserved = connection.requests.reserve(most).await;
-            bytes.reserve_exact(known.map_or(0, |known| known.saturating_sub(bytes.len())));
-        }
-        bytes.extend_from_slice(&piece);
-    }
-    Ok((status, headers, bytes, reserved))
-}
-
 /// The largest body whose base64 text fits into a message.
 fn largest_body() -> usize {
     (MAX_MESSAGE_BYTES - (1 << 20)) / 4 * 3
 }
 
-impl HttpRequests {
+impl BodyBudget for HttpRequests {
+    type Share = OwnedSemaphorePermit;
+
+    fn free_bytes(&self) -> usize {
+        SMALL_BODY
+    }
+
     async fn reserve(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
         // The request never exceeds the budget, so it can be granted; the semaphore is never
         // closed.
@@ -296,13 +256,7 @@ async fn stream(
     place: ActiveRequestGuard,
     responder: RequestResponder,
 ) {
-    let begun = unless_cancelled(&place, async {
-        let mut response = client.send(prepared).await?;
-        if let Some(limit) = client.config().max_stream_bytes {
-            response.body.limit(limit)?;
-        }
-        Ok(response)
-    });
+    let begun = unless_cancelled(&place, exchange::open(client, prepared));
     let StreamingResponse {
         status,
         headers,

@@ -1,24 +1,18 @@
 //! Implementation of `process/*`.
 
 use std::sync::Arc;
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::Duration;
 
-use exec_server_engine::snapshot::SnapshotRequest;
-use exec_server_engine::{ProcessNetwork, request};
-use exec_server_executor::conditions::Conditions;
-use exec_server_executor::log::Log;
-use exec_server_executor::process::{SignalRecipients, TerminationMethod};
-use exec_server_executor::{Process, ProcessSpec, report, signal as signals};
+use exec_server_engine::process as requests;
+use exec_server_engine::request;
+use exec_server_engine::start::start_result;
+use exec_server_engine::{Conditions, NewProcess, PreparedStart, Process, ProcessInfo};
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::process::{
-    CloseStdinParams, Delivery, ListParams, ListResult, ListedProcess, ReadParams, ReadResult,
-    ResizeParams, SandboxType, SignalParams, SignalScope, SnapshotParams, StartParams, StartResult,
-    Survivor, TerminalSize, TerminateMode, TerminateParams, TerminateResult, WaitForParams,
-    WaitParams, WaitUntil, WriteParams, WriteResult, WriteStatus,
-};
-use exec_server_protocol::sandbox::{
-    FilePermissions, NetworkPermission, PathAccess, Permissions, Sandbox,
+    CloseStdinParams, Delivery, ListParams, ListResult, ReadParams, ReadResult, ResizeParams,
+    SignalParams, SnapshotParams, StartParams, TerminalSize, TerminateParams, TerminateResult,
+    WaitForParams, WaitParams, WriteParams, WriteResult, WriteStatus,
 };
 
 use crate::ApiError;
@@ -28,189 +22,116 @@ use crate::follow::NotificationFamily;
 use crate::network::ClientPolicyDecider;
 use crate::process_audit::ProcessAudit;
 use crate::server::ExecServer;
-use crate::session::{
-    ReserveResult, Session, SessionProcess, SessionProcessParts, unknown_session,
-};
+use crate::session::{ReserveResult, Session, SessionProcess, StartTicket, unknown_session};
 
 pub(crate) fn start(call: CheckedRequest<'_>, params: StartParams) {
-    let session = call.session;
-    let dialect = match params.delivery.unwrap_or_default() {
+    let prepared = call.connection.server.engine().prepare_start(params);
+    let (info, start) = match prepared {
+        Ok(prepared) => prepared,
+        Err(error) => return call.responder.send_error(error),
+    };
+    let dialect = match info.delivery {
         Delivery::Push => NotificationFamily::Process,
         Delivery::Pull => NotificationFamily::ProcessPull,
     };
-    let own = &call.connection.server.executor().config().environment;
-    let mut spec = match request::spec(&params, own) {
-        Ok(spec) => spec,
-        Err(error) => return call.responder.send_error(error.into()),
-    };
-    let http = call.connection.server.http();
-    let network = match ProcessNetwork::prepare(&params, &mut spec, http) {
-        Ok(network) => network,
-        Err(error) => {
-            call.connection.server.metrics().sandbox_refusals.add(1);
-            return call.responder.send_error(error.into());
-        }
-    };
-    let snapshot = match SnapshotRequest::of(&params, &spec) {
-        Ok(snapshot) => snapshot,
-        Err(error) => return call.responder.send_error(error.into()),
-    };
-    let StartParams {
-        process_id,
-        argv,
-        cwd,
-        start_id,
-        ..
-    } = params;
-    let id = process_id.clone();
-    let started = |process: &Process| StartResult {
-        process_id: id,
-        // Reported as in the reference implementation: a process has a sandbox type if its request
-        // names a policy, even one that allows everything.
-        sandbox_type: Some(match process.enforcement() {
-            Some(_) => SandboxType::LinuxSeccomp,
-            None => SandboxType::None,
-        }),
-        enforcement: process.enforcement().cloned(),
-    };
-    let description = ProcessDescription {
-        process_id,
-        argv,
-        cwd,
-        dialect,
-        start_id,
-        snapshot,
-        network,
-    };
-    launch(
-        call.connection,
-        session,
-        spec,
-        description,
-        call.responder,
-        started,
-    );
-}
-
-/// Properties of a process that its session stores.
-pub(crate) struct ProcessDescription {
-    pub(crate) process_id: String,
-    pub(crate) argv: Vec<String>,
-    pub(crate) cwd: exec_server_protocol::PathUri,
-    pub(crate) dialect: NotificationFamily,
-    pub(crate) start_id: Option<String>,
-    /// The shell snapshot that the process may start from.
-    pub(crate) snapshot: Option<SnapshotRequest>,
-    /// The managed network of the process.
-    pub(crate) network: Option<ProcessNetwork>,
+    let id = info.process_id.clone();
+    launch(call, info, dialect, start, |process| {
+        start_result(process, id)
+    });
 }
 
 /// Starts a process and responds. Continues even if the connection ends. A repeated request with
 /// the same start id starts no second process and gets the same response.
 pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
-    connection: &Arc<Connection>,
-    session: Arc<Session>,
-    spec: ProcessSpec,
-    description: ProcessDescription,
-    responder: RequestResponder,
+    call: CheckedRequest<'_>,
+    info: ProcessInfo,
+    dialect: NotificationFamily,
+    start: PreparedStart,
     result: impl FnOnce(&Process) -> R + Send + 'static,
 ) {
+    let CheckedRequest {
+        connection,
+        session,
+        responder,
+    } = call;
     let server = connection.server.clone();
     let limit = server.config().max_processes_per_session;
-    let id = &description.process_id;
-    match session.reserve(id, description.start_id.as_deref(), limit) {
-        Ok(ReserveResult::New) => {}
-        Ok(ReserveResult::Repeat) => {
-            let (id, of) = (id.clone(), Arc::clone(&session));
-            return session.with_process(&id.clone(), move |managed| match managed {
+    let ticket = match session.reserve(info, dialect, limit) {
+        Ok(ReserveResult::New(ticket)) => ticket,
+        Ok(ReserveResult::Repeat(ProcessInfo { process_id, .. })) => {
+            let of = Arc::clone(&session);
+            return session.with_process(&process_id.clone(), move |managed| match managed {
                 Some(managed) => responder.send(Ok(result(&managed.process))),
-                None => responder.send_error(of.failure(&id)),
+                None => responder.send_error(of.failure(&process_id)),
             });
         }
         Err(error) => return responder.send_error(error),
-    }
+    };
     if let Err(error) = server.accepts_processes(&session) {
-        session.note_failure(id, error.clone());
-        session.fill(id, None, || responder.send_error(error));
-        return;
+        return ticket.fail(error, |error| responder.send_error(error));
     }
-    let identity = &connection.identity;
-    let policy = spec.sandbox.as_ref().map(policy_name);
-    let process_id = &description.process_id;
-    // A managed network is enforced like a sandbox policy.
-    let policy = policy.or(spec.network.as_ref().map(|_| "managed-network"));
-    let record = ProcessAudit::new(&server, identity, &session.id, process_id, policy);
-    let identity = identity.clone();
+    let identity = connection.identity.clone();
+    let policy = start.policy_name();
+    let process_id = &ticket.info.process_id;
+    let record = ProcessAudit::new(&server, &identity, &session.id, process_id, policy);
     tokio::spawn(async move {
-        let ProcessDescription {
-            process_id,
-            argv,
-            cwd,
-            dialect,
-            start_id,
-            snapshot,
-            network,
-        } = description;
-        let spec = match &snapshot {
-            Some(wanted) => {
-                let snapshots = &session.snapshots;
-                snapshots.restore(server.executor(), spec, wanted).await
+        let started = server.engine().start(start, &session.snapshots).await;
+        let outcome = started.as_ref().map(|started| &started.process);
+        record.started(&ticket.info.argv, &ticket.info.cwd, outcome);
+        match started {
+            Ok(started) => {
+                let result = result(&started.process);
+                let answer = || responder.send(Ok(result));
+                complete_start(server, session, ticket, started, record, answer);
             }
-            None => spec,
-        };
-        let outcome = server.executor().start(spec).await;
-        record.started(&argv, &cwd, outcome.as_ref());
-        let orphan = match outcome {
-            Ok(process) => {
-                tracing::info!(
-                    session = session.id,
-                    process_id,
-                    pid = process.pid(),
-                    "process started"
-                );
-                let result = result(&process);
-                let parts = SessionProcessParts {
-                    process,
-                    argv,
-                    cwd,
-                    dialect,
-                    start_id,
-                };
-                session.fill(&process_id, Some(parts), || responder.send(Ok(result)))
-            }
-            Err(error) => {
-                let error = ApiError::from(error);
-                session.note_failure(&process_id, error.clone());
-                session.fill(&process_id, None, || responder.send_error(error))
-            }
-        };
-        if let Some(process) = orphan {
-            process.terminate(TerminationMethod::Now);
-            return;
-        }
-        if let Some(managed) = session.process(&process_id) {
-            // Runs after the response to the request, because no notification about the process may
-            // precede it.
-            let proxy = network.and_then(|network| {
-                let authority = Arc::new(ClientPolicyDecider {
-                    patience: network.decision_timeout().unwrap_or_default(),
-                    server: server.clone(),
-                    session: Arc::clone(&session),
-                    identity,
-                    process_id,
-                });
-                let served = network.serve(&managed.process, authority);
-                if let Err(error) = &served {
-                    tracing::error!(process_id = managed.id, %error, "cannot serve a process's network");
-                    managed.process.terminate(TerminationMethod::Now);
-                }
-                served.ok()
-            });
-            // A separate task: this one would keep the memory that a start needs until the process
-            // ends.
-            tokio::spawn(watch_end(server, session, managed, record, proxy));
+            Err(error) => ticket.fail(error.into(), |error| responder.send_error(error)),
         }
     });
+}
+
+/// Passes a started process to its session, sends the response and serves its network.
+fn complete_start(
+    server: ExecServer,
+    session: Arc<Session>,
+    ticket: StartTicket,
+    started: NewProcess,
+    record: ProcessAudit,
+    answer: impl FnOnce(),
+) {
+    tracing::info!(
+        session = session.id,
+        process_id = ticket.info.process_id,
+        pid = started.process.pid(),
+        "process started"
+    );
+    let managed = match ticket.complete(started.process.clone(), answer) {
+        Ok(managed) => managed,
+        Err(process) => {
+            process.terminate(requests::TerminationMethod::Now);
+            return;
+        }
+    };
+    // Runs after the response to the request, because no notification about the process may precede
+    // it.
+    let patience = started.decision_timeout().unwrap_or_default();
+    let served = started.serve(|| {
+        Arc::new(ClientPolicyDecider {
+            patience,
+            server: server.clone(),
+            session: Arc::clone(&session),
+            identity: record.identity().clone(),
+            process_id: managed.info.process_id.clone(),
+        })
+    });
+    let proxy = served.unwrap_or_else(|error| {
+        let process_id = &managed.info.process_id;
+        tracing::error!(process_id, %error, "cannot serve a process's network");
+        managed.process.terminate(requests::TerminationMethod::Now);
+        None
+    });
+    // A separate task: the one that started the process would keep the memory that a start needs
+    // until the process ends.
+    tokio::spawn(watch_end(server, session, managed, record, proxy));
 }
 
 /// Records the end of a process, then passes its record to the session.
@@ -231,33 +152,6 @@ async fn watch_end<P>(
     drop(proxy);
     let retention = server.config().closed_retention;
     session.retire(managed, retention);
-}
-
-/// The name of a policy in the audit log; the complete policy is only in the request.
-fn policy_name(sandbox: &Sandbox) -> &'static str {
-    let (name, network) = match &sandbox.permissions {
-        Permissions::Disabled => return "disabled",
-        Permissions::External { network } => (["external", "external+network"], network),
-        Permissions::Managed {
-            file_system: FilePermissions::Unrestricted,
-            network,
-        } => (["unrestricted", "unrestricted+network"], network),
-        Permissions::Managed {
-            file_system: FilePermissions::Restricted { entries, .. },
-            network,
-        } => {
-            let writes = entries
-                .iter()
-                .any(|entry| entry.access == PathAccess::Write);
-            let names = if writes {
-                ["workspace-write", "workspace-write+network"]
-            } else {
-                ["read-only", "read-only+network"]
-            };
-            (names, network)
-        }
-    };
-    name[usize::from(*network == NetworkPermission::Enabled)]
 }
 
 /// Runs `job` on the process of a request, after earlier jobs for the same process.
@@ -288,10 +182,7 @@ pub(crate) fn read(call: CheckedRequest<'_>, params: ReadParams) {
         let wait = Duration::from_millis(params.wait_ms.unwrap_or(0));
         let max_bytes = params.max_bytes;
         let own = params.session_id.is_none();
-        let now = managed.process.with_log(|log| {
-            (wait.is_zero() || report::has_news(log, after))
-                .then(|| report::read(log, after, max_bytes))
-        });
+        let now = requests::read_now(&managed.process, after, max_bytes, wait);
         if let Some(result) = now {
             note_end(managed, own, &result);
             return responder.send(Ok(result));
@@ -302,19 +193,14 @@ pub(crate) fn read(call: CheckedRequest<'_>, params: ReadParams) {
         };
         let managed = Arc::clone(managed);
         connection.spawn(async move {
-            let news = managed
-                .process
-                .wait_for(|log| report::has_news(log, after).then_some(()));
-            let _ = tokio::time::timeout(wait, news).await;
+            requests::news(&managed.process, after, wait).await;
             // The same output may wake many requests; responses are created only as memory for them
             // is available.
             let bytes = managed.process.with_log(|log| log.retained_bytes());
             responder
                 .reserve(encoded_len(usize::try_from(bytes).unwrap_or(0)) + 4096)
                 .await;
-            let result = managed
-                .process
-                .with_log(|log| report::read(log, after, max_bytes));
+            let result = requests::read(&managed.process, after, max_bytes);
             note_end(&managed, own, &result);
             drop(waiting);
             responder.send(Ok(result));
@@ -360,7 +246,7 @@ pub(crate) fn close_stdin(call: CheckedRequest<'_>, params: CloseStdinParams) {
         call,
         &params.process_id,
         |_, managed, responder| match managed {
-            Some(managed) => managed.close_stdin(responder),
+            Some(managed) => managed.close_stdin(responder, write_status),
             None => write_status(responder, WriteStatus::UnknownProcess),
         },
     );
@@ -379,30 +265,14 @@ pub(crate) fn resize(call: CheckedRequest<'_>, params: ResizeParams) {
     with_process(call, &process_id.clone(), move |_, managed, responder| {
         let answer = match managed {
             None => Err(ApiError::unknown_process(&process_id)),
-            Some(managed) => managed
-                .process
-                .resize(size)
-                .map(|()| Empty {})
-                .map_err(|_| {
-                    let why = if managed.process.has_terminal() {
-                        "has ended"
-                    } else {
-                        "is not a tty"
-                    };
-                    ApiError::invalid_request(format!("process {process_id} {why}"))
-                }),
+            Some(managed) => requests::resize(&managed.process, &process_id, size),
         };
         responder.send(answer);
     });
 }
 
 pub(crate) fn signal(call: CheckedRequest<'_>, params: SignalParams) {
-    let signal = signals::named(params.signal);
-    let scope = match params.scope.unwrap_or_default() {
-        SignalScope::Group => SignalRecipients::Group,
-        SignalScope::Leader => SignalRecipients::Leader,
-        SignalScope::Tree => SignalRecipients::Tree,
-    };
+    let (signal, scope) = (params.signal, params.scope.unwrap_or_default());
     let job = move |connection: Arc<Connection>,
                     managed: Option<&Arc<SessionProcess>>,
                     responder: RequestResponder| {
@@ -410,9 +280,7 @@ pub(crate) fn signal(call: CheckedRequest<'_>, params: SignalParams) {
             return responder.send(Ok(Empty {}));
         };
         connection.spawn(async move {
-            let sent = process.signal(signal, scope).await;
-            let failed = |error| ApiError::internal(format!("failed to signal process: {error}"));
-            responder.send(sent.map(|()| Empty {}).map_err(failed));
+            responder.send(requests::signal(&process, signal, scope).await);
         });
     };
     in_session(call, params.session_id.as_deref(), &params.process_id, job);
@@ -453,12 +321,7 @@ fn elsewhere(
 }
 
 pub(crate) fn terminate(call: CheckedRequest<'_>, params: TerminateParams) {
-    let end = match params.mode.unwrap_or_default() {
-        TerminateMode::Force => TerminationMethod::Now,
-        TerminateMode::Graceful { timeout_ms } => {
-            TerminationMethod::Within(Duration::from_millis(timeout_ms))
-        }
-    };
+    let mode = params.mode.unwrap_or_default();
     let wait = params.wait;
     let job = move |connection: Arc<Connection>,
                     managed: Option<&Arc<SessionProcess>>,
@@ -473,11 +336,7 @@ pub(crate) fn terminate(call: CheckedRequest<'_>, params: TerminateParams) {
             return responder.send(Ok(result));
         };
         if !wait {
-            let running = managed.process.terminate(end);
-            return responder.send(Ok(TerminateResult {
-                running,
-                ..TerminateResult::default()
-            }));
+            return responder.send(Ok(requests::terminate(&managed.process, mode)));
         }
         let waiting = match connection.wait(&mut responder) {
             Ok(waiting) => waiting,
@@ -486,17 +345,9 @@ pub(crate) fn terminate(call: CheckedRequest<'_>, params: TerminateParams) {
         let process = managed.process.clone();
         // This task does not end with the connection: the process is ended in any case.
         tokio::spawn(async move {
-            let (running, left) = process.terminate_and_wait(end).await;
+            let result = requests::terminate_and_wait(&process, mode).await;
             drop(waiting);
-            let survivors: Vec<_> = left
-                .into_iter()
-                .map(|(pid, command)| Survivor { pid, command })
-                .collect();
-            responder.send(Ok(TerminateResult {
-                running,
-                gone: Some(survivors.is_empty()),
-                survivors: Some(survivors),
-            }));
+            responder.send(Ok(result));
         });
     };
     in_session(call, params.session_id.as_deref(), &params.process_id, job);
@@ -511,13 +362,7 @@ pub(crate) fn wait(call: CheckedRequest<'_>, params: WaitParams) {
             return responder.send_error(ApiError::unknown_process(&params.process_id));
         };
         let until = params.until.unwrap_or_default();
-        let done = move |log: &Log| match until {
-            WaitUntil::Exited => log.exit().is_some(),
-            WaitUntil::Closed => log.close().is_some(),
-        };
-        let now = managed
-            .process
-            .with_log(|log| done(log).then(|| report::wait(log, false)));
+        let now = requests::wait_now(&managed.process, until);
         if let Some(result) = now {
             return responder.send(Ok(result));
         }
@@ -527,15 +372,9 @@ pub(crate) fn wait(call: CheckedRequest<'_>, params: WaitParams) {
         };
         let managed = Arc::clone(managed);
         connection.spawn(async move {
-            let finished = managed.process.wait_for(|log| done(log).then_some(()));
-            match params.timeout_ms.map(Duration::from_millis) {
-                Some(limit) => drop(tokio::time::timeout(limit, finished).await),
-                None => finished.await,
-            }
+            let timeout = params.timeout_ms.map(Duration::from_millis);
+            let result = requests::wait(&managed.process, until, timeout).await;
             drop(waiting);
-            let result = managed
-                .process
-                .with_log(|log| report::wait(log, !done(log)));
             responder.send(Ok(result));
         });
     };
@@ -578,9 +417,8 @@ pub(crate) fn snapshot(call: CheckedRequest<'_>, params: SnapshotParams) {
         let Some(managed) = managed else {
             return responder.send_error(unknown);
         };
-        responder.send(Ok(managed
-            .process
-            .with_log(|log| report::snapshot(log, params.max_bytes))));
+        let result = requests::snapshot(&managed.process, params.max_bytes);
+        responder.send(Ok(result));
     };
     in_session(call, session.as_deref(), &id, job);
 }
@@ -599,31 +437,8 @@ pub(crate) fn list(call: CheckedRequest<'_>, params: ListParams) {
         processes.extend(
             listed
                 .iter()
-                .map(|managed| listed_process(managed, shown.clone())),
+                .map(|managed| requests::listed(&managed.info, &managed.process, shown.clone())),
         );
     }
     call.responder.send(Ok(ListResult { processes }));
-}
-
-fn listed_process(managed: &SessionProcess, session_id: Option<String>) -> ListedProcess {
-    let process = &managed.process;
-    let since = process
-        .started_at()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default();
-    process.with_log(|log| ListedProcess {
-        process_id: managed.id.clone(),
-        argv: managed.argv.clone(),
-        cwd: managed.cwd.clone(),
-        tty: process.has_terminal(),
-        pid: process.pid(),
-        started_at_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
-        running: log.exit().is_none(),
-        exit_code: log.exit().map(|exit| exit.code),
-        next_seq: log.next_seq(),
-        retained_bytes: log.retained_bytes(),
-        evicted_bytes: log.evicted_bytes(),
-        discarded_bytes: process.discarded_bytes(),
-        session_id,
-    })
 }

@@ -56,11 +56,7 @@ impl Drop for SearchCancelFlag {
 
 /// Runs a search when there is a free slot and memory for its response.
 pub(super) fn search(admitted: AdmittedFileRequest, mut responder: RequestResponder) {
-    let AdmittedFileRequest {
-        connection,
-        files,
-        request,
-    } = admitted;
+    let AdmittedFileRequest { connection, call } = admitted;
     let ended = connection.searches.session();
     let there = Arc::clone(&connection);
     there.spawn(async move {
@@ -72,7 +68,7 @@ pub(super) fn search(admitted: AdmittedFileRequest, mut responder: RequestRespon
             let interest = SearchCancelFlag(Arc::default());
             let cancelled = Arc::clone(&interest.0);
             let stop = move || cancelled.load(Ordering::Relaxed);
-            blocking(move || Ok(files.call(request, &stop)?)).await
+            blocking(move || call.run(&stop)).await
         };
         let answer = tokio::select! {
             answer = answer => answer,

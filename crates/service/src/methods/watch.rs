@@ -1,26 +1,24 @@
 //! Implementation of `fs/watch`, `fs/unwatch` and `fs/watchMissing`, and their notifications.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Wake, Waker};
 use std::time::Duration;
 
-use exec_server_executor::fs::watch::{MissingPathWait, WatchSubscription};
-use exec_server_executor::sandbox::files::FileIntent;
+use exec_server_engine::files::{MissingPaths, WatchSubscription};
 use exec_server_protocol::fs::{
     Changed, ChangedParams, MissingChanged, MissingChangedParams, UnwatchParams,
     WatchMissingParams, WatchMissingResult, WatchParams, WatchResult,
 };
-use exec_server_protocol::limits::{MAX_MISSING_PATHS, MAX_WATCH_ID_BYTES, MAX_WATCHES};
+use exec_server_protocol::limits::{MAX_WATCH_ID_BYTES, MAX_WATCHES};
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::{NotificationMethod as _, PathUri, envelope};
 use exec_server_sync::Mutex;
 use exec_server_transport::LinkSender;
 use tokio_util::sync::CancellationToken;
 
-use super::fs::{admit, blocking};
+use super::fs::blocking;
 use crate::ApiError;
 use crate::connection::{Connection, RequestResponder};
 use crate::dispatch::CheckedRequest;
@@ -156,16 +154,17 @@ impl NotificationSource for WatchSender {
 
 pub(crate) fn watch(call: CheckedRequest<'_>, mut params: WatchParams) {
     let cancelled: Arc<AtomicBool> = Arc::default();
-    let admitted = admit(&call, &params.path, &mut params.sandbox, FileIntent::Read);
-    let admitted = admitted.and_then(|(path, files)| {
-        files.check_watchable()?;
+    let sandbox = params.sandbox.take();
+    let admit = || {
+        let engine = call.connection.server.engine();
+        let start = engine.watch(&params.path, sandbox)?;
         check(&params)?;
         let watches = &call.connection.watches;
         watches.reserve(&params.watch_id, &cancelled)?;
-        Ok(path)
-    });
-    let path = match admitted {
-        Ok(path) => path,
+        Ok(start)
+    };
+    let start = match admit() {
+        Ok(start) => start,
         Err(error) => return call.responder.send_error(error),
     };
     let (connection, responder) = (Arc::clone(call.connection), call.responder);
@@ -177,14 +176,11 @@ pub(crate) fn watch(call: CheckedRequest<'_>, mut params: WatchParams) {
             debounce_ms,
             ..
         } = params;
-        let (server, flag) = (connection.server.clone(), Arc::clone(&cancelled));
+        let flag = Arc::clone(&cancelled);
         // If the connection ends during the registration, it sets the flag of this watch.
         let started = blocking(move || {
             let debounce = Duration::from_millis(debounce_ms);
-            let watched = server
-                .hub()
-                .watch(&path, recursive, &ignore, debounce, &flag);
-            Ok(watched?)
+            start.run(recursive, &ignore, debounce, &flag)
         });
         match started.await {
             Ok(subscription) => begin(&connection, watch_id, subscription, &cancelled, responder),
@@ -270,8 +266,8 @@ pub(crate) fn watch_missing(call: CheckedRequest<'_>, params: WatchMissingParams
             Some(current)
         }
     };
-    let paths = usable(&missing, present.as_ref());
-    let (Some(current), Some((missing, present))) = (replaced, paths) else {
+    let paths = MissingPaths::of(&missing, present.as_ref());
+    let (Some(current), Some(paths)) = (replaced, paths) else {
         return call
             .responder
             .send(Ok(WatchMissingResult { watching: false }));
@@ -279,7 +275,7 @@ pub(crate) fn watch_missing(call: CheckedRequest<'_>, params: WatchMissingParams
     let responder = call.responder;
     call.connection.spawn(async move {
         let started = tokio::select! {
-            started = blocking(move || Ok(MissingPathWait::start(missing, present)?)) => started,
+            started = blocking(move || paths.watch()) => started,
             // Another watch has replaced this one, which will send no notification.
             () = current.cancelled() => Ok(None),
         };
@@ -303,22 +299,6 @@ pub(crate) fn watch_missing(call: CheckedRequest<'_>, params: WatchMissingParams
             tell_missing(&connection.outbox, watch_id);
         }
     });
-}
-
-/// Converts the paths to native ones; returns `None` if they are invalid.
-fn usable(
-    missing: &[PathUri],
-    present: Option<&PathUri>,
-) -> Option<(Vec<PathBuf>, Option<PathBuf>)> {
-    if missing.is_empty() || missing.len() > MAX_MISSING_PATHS {
-        return None;
-    }
-    let native = |path: &PathUri| path.to_native().ok();
-    let missing = missing.iter().map(native).collect::<Option<_>>()?;
-    match present {
-        Some(present) => Some((missing, Some(native(present)?))),
-        None => Some((missing, None)),
-    }
 }
 
 /// Sends the notification; each request leads to at most one, so the number is bounded.

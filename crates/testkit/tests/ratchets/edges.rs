@@ -66,21 +66,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
 ];
 
 /// Edges that exist but are to be removed, each with what replaces it. Lines may only be removed.
-const EXCEPTIONS: &[(&str, &str, &str)] = &[
-    ("agents", "transport", "the client opens links"),
-    (
-        "client",
-        "executor",
-        "the local backend moves behind an engine that the service uses too",
-    ),
-    ("client", "egress", "as above"),
-    (
-        "service",
-        "executor",
-        "the engine does what a request asks for",
-    ),
-    ("service", "egress", "as above"),
-];
+const EXCEPTIONS: &[(&str, &str, &str)] = &[("agents", "transport", "the client opens links")];
 
 type Edge = (String, String);
 
