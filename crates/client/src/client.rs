@@ -48,9 +48,10 @@ const CHILD_GRACE: Duration = Duration::from_secs(2);
 /// [`connect_stdio`]: Self::connect_stdio
 /// [`from_link`]: Self::from_link
 ///
-/// Pushed output is never dropped. If a consumer does not read its events, the whole connection
-/// stalls once some megabytes are buffered, including responses to requests; a process started with
-/// `delivery: pull` only stalls itself.
+/// Pushed output is never dropped. If a consumer does not read its events, the client asks the
+/// server to pause that process once some megabytes are buffered; other processes and requests
+/// continue. With a server without `process/pauseOutput`, the whole connection stalls instead,
+/// unless the process was started with `delivery: pull`.
 ///
 /// ```no_run
 /// use exec_server_client::{ExecServerClient, RemoteExecServerConnectArgs};

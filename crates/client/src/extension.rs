@@ -9,6 +9,7 @@ pub(crate) const RESIZE: &str = MethodId::ProcessResize.extension("process/resiz
 pub(crate) const WAIT: &str = MethodId::ProcessWait.extension("process/wait");
 pub(crate) const WAIT_FOR: &str = MethodId::ProcessWaitFor.extension("process/waitFor");
 pub(crate) const SNAPSHOT: &str = MethodId::ProcessSnapshot.extension("process/snapshot");
+pub(crate) const PAUSE_OUTPUT: &str = MethodId::ProcessPauseOutput.extension("process/pauseOutput");
 pub(crate) const LIST: &str = MethodId::ProcessList.extension("process/list");
 /// `delivery` of `process/start`.
 pub(crate) const DELIVERY: &str = MethodId::ProcessStart.extension("process/start#delivery");

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_protocol::process::{Read, ReadParams, ReadResult};
+use exec_server_protocol::process::{PauseOutput, PauseOutputParams, Read, ReadParams, ReadResult};
 
 use crate::caller::RequestSender;
 use crate::error::ExecServerError;
@@ -50,7 +50,15 @@ impl OutputReader {
                     let Ok(connection) = resumed else { return };
                     self.generation = connection.generation;
                     drop(connection);
+                    if self.route.is_paused() {
+                        // The request may have been lost with the previous connection.
+                        self.pause(true).await;
+                    }
                     self.catch_up().await;
+                    continue;
+                }
+                paused = self.route.pause_due() => {
+                    self.pause(paused).await;
                     continue;
                 }
                 after = self.route.hole_opened() => after,
@@ -76,6 +84,34 @@ impl OutputReader {
                 // When the session ends, `Routes::close` fails all processes.
                 Err(ExecServerError::Closed(_)) => return,
                 Err(error) => return self.fail(after, &error.to_string()),
+            }
+        }
+    }
+
+    /// Asks the server to pause the process, or to continue.
+    async fn pause(&self, paused: bool) {
+        if paused {
+            // Recorded first: if the process is dropped meanwhile, its last handle lets it continue.
+            self.route.set_paused(true);
+        }
+        let params = PauseOutputParams {
+            process_id: self.route.process_id().to_owned(),
+            paused,
+        };
+        match self
+            .caller
+            .call_at::<PauseOutput>(self.generation, &params)
+            .await
+        {
+            // The server no longer has the process, so it sends nothing either.
+            Ok(_) | Err(ExecServerError::Server { .. }) => self.route.set_paused(paused),
+            Err(error) => {
+                // If the connection was lost, the request is sent again on the next one.
+                let lost = matches!(error, ExecServerError::Interrupted { .. });
+                if paused && !lost {
+                    self.route.set_paused(false);
+                }
+                tokio::time::sleep(self.repair_delay).await;
             }
         }
     }

@@ -14,6 +14,14 @@ use crate::order::{EventOrder, ReadRules};
 /// enough that a hundred idle consumers need little memory.
 pub(crate) const MAX_WAITING_BYTES: usize = 4 << 20;
 
+/// Number of waiting bytes below which a paused process continues: half, so that its output arrives
+/// again before the consumer has read the rest.
+const RESUME_BYTES: usize = MAX_WAITING_BYTES / 2;
+
+/// Maximum number of bytes that wait for a consumer until the server has paused the process: what
+/// the buffers of a connection hold at most before the request has an effect, several times over.
+const MAX_OVERSHOOT_BYTES: usize = 32 << 20;
+
 /// Cost added for each event beside its bytes, so that many tiny chunks are limited too.
 const EVENT_COST: usize = 128;
 
@@ -25,6 +33,10 @@ pub(crate) struct Inbox {
     /// Sum of the costs of the queued events.
     cost: usize,
     consumer: Consumer,
+    /// Whether the server can pause the process.
+    can_pause: bool,
+    /// Whether the client has requested to pause the process.
+    is_paused: bool,
     /// Failure after which no further event is accepted.
     failure: Option<ProcessFailure>,
 }
@@ -34,7 +46,7 @@ enum Consumer {
     /// Not attached yet: the latest events are kept.
     #[default]
     Awaited,
-    /// Attached: deliverers wait until the queue has room.
+    /// Attached: the queue is limited, and no output is discarded.
     Attached,
     /// Detached: no events are kept.
     Gone,
@@ -53,11 +65,44 @@ impl Inbox {
         &self.order
     }
 
-    /// Returns whether deliverers of output should wait.
+    /// Returns whether the queue has reached its limit: reads of missing output wait, and the server
+    /// pauses the process on request.
     pub(crate) fn is_full(&self) -> bool {
         self.consumer == Consumer::Attached
             && self.cost >= MAX_WAITING_BYTES
             && self.failure.is_none()
+    }
+
+    /// Returns whether output that the server has pushed must wait, and with it all later messages of
+    /// the connection.
+    ///
+    /// Not if the server pauses the process instead, unless it sends too much nevertheless, or output
+    /// is missing: held output would be discarded then.
+    pub(crate) fn must_wait(&self) -> bool {
+        let bounded = self.can_pause && self.cost < MAX_OVERSHOOT_BYTES && !self.order.has_hole();
+        self.is_full() && !bounded
+    }
+
+    /// Returns whether the client must request to pause (`true`) or to continue (`false`) the process.
+    pub(crate) fn pause_due(&self) -> Option<bool> {
+        if self.is_paused {
+            let has_room = self.cost < RESUME_BYTES || self.consumer != Consumer::Attached;
+            (has_room || self.is_finished()).then_some(false)
+        } else {
+            (self.can_pause && self.is_full() && !self.is_finished()).then_some(true)
+        }
+    }
+
+    pub(crate) fn is_paused(&self) -> bool {
+        self.is_paused
+    }
+
+    pub(crate) fn set_paused(&mut self, paused: bool) {
+        self.is_paused = paused;
+    }
+
+    pub(crate) fn set_can_pause(&mut self, can_pause: bool) {
+        self.can_pause = can_pause;
     }
 
     /// Returns whether no further event can arrive.
@@ -293,6 +338,64 @@ mod tests {
         assert!(inbox.is_full());
         inbox.take();
         assert!(!inbox.is_full());
+    }
+
+    #[test]
+    fn full_inbox_is_paused_instead_of_blocking_and_continues_at_half() {
+        let mut inbox = Inbox::default();
+        inbox.attach();
+        inbox.set_can_pause(true);
+        let mut seq = 0;
+        while inbox.pause_due().is_none() {
+            seq += 1;
+            inbox.accept(output(seq));
+        }
+        assert!(inbox.is_full() && !inbox.must_wait());
+        assert_eq!(inbox.pause_due(), Some(true));
+        inbox.set_paused(true);
+        // What was on its way is accepted, up to a limit.
+        while !inbox.must_wait() {
+            seq += 1;
+            inbox.accept(output(seq));
+        }
+        assert!(inbox.cost >= MAX_OVERSHOOT_BYTES);
+        assert_eq!(inbox.pause_due(), None);
+        let mut next = 1;
+        while inbox.pause_due().is_none() {
+            assert_eq!(inbox.take().and_then(|event| event.seq()), Some(next));
+            next += 1;
+        }
+        assert_eq!(inbox.pause_due(), Some(false));
+        assert!(inbox.cost < RESUME_BYTES && inbox.cost > 0);
+    }
+
+    #[test]
+    fn full_inbox_blocks_while_output_is_missing_or_server_cannot_pause() {
+        let mut inbox = Inbox::default();
+        inbox.attach();
+        for seq in 1..=4 {
+            inbox.accept(output(seq));
+        }
+        assert!(inbox.must_wait());
+        assert_eq!(inbox.pause_due(), None);
+        inbox.set_can_pause(true);
+        assert!(!inbox.must_wait());
+        inbox.accept(output(6));
+        assert!(inbox.must_wait());
+    }
+
+    #[test]
+    fn paused_inbox_without_consumer_continues() {
+        let mut inbox = Inbox::default();
+        inbox.attach();
+        inbox.set_can_pause(true);
+        for seq in 1..=4 {
+            inbox.accept(output(seq));
+        }
+        inbox.set_paused(true);
+        assert_eq!(inbox.pause_due(), None);
+        inbox.detach();
+        assert_eq!(inbox.pause_due(), Some(false));
     }
 
     #[test]

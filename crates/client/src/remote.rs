@@ -12,11 +12,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server_protocol::process::{
-    CloseStdin, CloseStdinParams, Delivery, List, ListParams, ListedProcess, Read, ReadParams,
-    ReadResult, Resize, ResizeParams, SandboxType, Signal, SignalName, SignalParams, SignalScope,
-    Snapshot, SnapshotParams, SnapshotResult, Start, StartParams, TerminalSize, Terminate,
-    TerminateMode, TerminateParams, TerminateResult, Wait, WaitFor, WaitForParams, WaitForResult,
-    WaitParams, WaitResult, WaitUntil, Write, WriteParams, WriteResult, WriteStatus,
+    CloseStdin, CloseStdinParams, Delivery, List, ListParams, ListedProcess, PauseOutput,
+    PauseOutputParams, Read, ReadParams, ReadResult, Resize, ResizeParams, SandboxType, Signal,
+    SignalName, SignalParams, SignalScope, Snapshot, SnapshotParams, SnapshotResult, Start,
+    StartParams, TerminalSize, Terminate, TerminateMode, TerminateParams, TerminateResult, Wait,
+    WaitFor, WaitForParams, WaitForResult, WaitParams, WaitResult, WaitUntil, Write, WriteParams,
+    WriteResult, WriteStatus,
 };
 use exec_server_protocol::sandbox::EnforcementReport;
 use exec_server_transport::CallError;
@@ -98,6 +99,8 @@ impl ExecServerClient {
         let pull =
             params.delivery == Some(Delivery::Pull) && self.supports(extension::DELIVERY).await?;
         let states_evicted = self.supports(extension::READ_EVICTED).await?;
+        let can_pause = self.supports(extension::PAUSE_OUTPUT).await?;
+        registration.route.set_can_pause(can_pause);
         let (sender, receiver) = oneshot::channel();
         let client = self.clone();
         // Runs in a task that ends with its request: if the caller drops its future, the client
@@ -176,6 +179,8 @@ impl ExecServerClient {
         let registration = self.inner.routes.register(&process_id, after_seq)?;
         let generation = self.inner.caller.line.generation();
         let states_evicted = self.supports(extension::READ_EVICTED).await?;
+        let can_pause = self.supports(extension::PAUSE_OUTPUT).await?;
+        registration.route.set_can_pause(can_pause);
         let process = RemoteProcess::new(
             self.clone(),
             registration,
@@ -280,6 +285,26 @@ impl fmt::Debug for RemoteShared {
             .field("process_id", &self.route().process_id())
             .field("details", &self.details)
             .finish_non_exhaustive()
+    }
+}
+
+impl Drop for RemoteShared {
+    fn drop(&mut self) {
+        if self.route().is_paused()
+            && let Ok(runtime) = tokio::runtime::Handle::try_current()
+        {
+            let (client, process_id) = (self.client.clone(), self.process_id());
+            // Ends with its request. Without it, the process could not write its output any more.
+            runtime.spawn(async move {
+                let params = PauseOutputParams {
+                    process_id,
+                    paused: false,
+                };
+                if let Err(error) = client.call::<PauseOutput>(&params).await {
+                    tracing::debug!(process_id = params.process_id, %error, "cannot continue a process's output");
+                }
+            });
+        }
     }
 }
 

@@ -273,6 +273,8 @@ pub(crate) struct ProcessRoute {
     writable: Notify,
     /// Notified when a gap opens, closes or moves, or when a consumer attaches.
     moved: Notify,
+    /// Notified when a request to pause the process, or to continue it, is due.
+    flow: Notify,
     /// Updated as soon as an exit or close is received, before it is next in the order.
     status: watch::Sender<EndStatus>,
     /// Decider of network policy requests, and its time limit per request.
@@ -287,6 +289,7 @@ impl ProcessRoute {
             readable: Notify::new(),
             writable: Notify::new(),
             moved: Notify::new(),
+            flow: Notify::new(),
             status: watch::Sender::default(),
             decider: OnceLock::new(),
         }
@@ -338,10 +341,13 @@ impl ProcessRoute {
         (!inbox.is_finished() && order.has_hole()).then(|| order.last())
     }
 
-    /// Delivers an event; output first waits until the queue has room.
+    /// Delivers an event. Output first waits until the queue has room, if the server cannot pause the
+    /// process.
     pub(crate) async fn deliver(&self, event: ExecProcessEvent) {
         match event {
-            ExecProcessEvent::Output { .. } => self.room().await,
+            ExecProcessEvent::Output { .. } => {
+                self.until(&self.writable, |inbox| !inbox.must_wait()).await;
+            }
             _ => {
                 self.status.send_if_modified(|status| status.note(&event));
             }
@@ -380,10 +386,13 @@ impl ProcessRoute {
             let readable = self.readable.notified();
             {
                 let mut inbox = self.inbox.lock();
-                let was_full = inbox.is_full();
+                let before = (inbox.is_full(), inbox.must_wait());
                 if let Some(event) = inbox.take() {
-                    if was_full && !inbox.is_full() {
+                    if before != (inbox.is_full(), inbox.must_wait()) {
                         self.writable.notify_waiters();
+                    }
+                    if inbox.pause_due().is_some() {
+                        self.flow.notify_waiters();
                     }
                     return Some(event);
                 }
@@ -407,11 +416,39 @@ impl ProcessRoute {
         self.inbox.lock().detach();
         self.writable.notify_waiters();
         self.moved.notify_waiters();
+        self.flow.notify_waiters();
     }
 
     /// Waits until there is room for output.
     pub(crate) async fn room(&self) {
         self.until(&self.writable, |inbox| !inbox.is_full()).await;
+    }
+
+    /// Sets whether the server can pause the process.
+    pub(crate) fn set_can_pause(&self, can_pause: bool) {
+        self.inbox.lock().set_can_pause(can_pause);
+    }
+
+    /// Returns whether the client has requested to pause the process.
+    pub(crate) fn is_paused(&self) -> bool {
+        self.inbox.lock().is_paused()
+    }
+
+    /// Records whether the client has requested to pause the process.
+    pub(crate) fn set_paused(&self, paused: bool) {
+        self.inbox.lock().set_paused(paused);
+    }
+
+    /// Waits until a request to pause the process (`true`) or to continue it (`false`) is due.
+    pub(crate) async fn pause_due(&self) -> bool {
+        loop {
+            // Created before the check, so that no notification in between is missed.
+            let flow = self.flow.notified();
+            if let Some(paused) = self.inbox.lock().pause_due() {
+                return paused;
+            }
+            flow.await;
+        }
     }
 
     /// Waits until a consumer has been attached.
@@ -452,7 +489,7 @@ impl ProcessRoute {
     /// Changes the inbox and notifies the waiters that the change affects; returns whether the
     /// order advanced.
     fn change(&self, change: impl FnOnce(&mut Inbox)) -> bool {
-        let (moved, had_hole, has_hole) = {
+        let (moved, had_hole, has_hole, pause_due) = {
             let mut inbox = self.inbox.lock();
             let last = inbox.order().last();
             let had_hole = inbox.order().has_hole();
@@ -461,6 +498,7 @@ impl ProcessRoute {
                 inbox.order().last() != last,
                 had_hole,
                 inbox.order().has_hole(),
+                inbox.pause_due().is_some(),
             )
         };
         // There is only one consumer: a permit is sufficient, and cheaper than iterating over
@@ -469,6 +507,12 @@ impl ProcessRoute {
         // In the usual case, without gaps, only the consumer is notified.
         if had_hole || has_hole {
             self.moved.notify_waiters();
+        }
+        if had_hole && !has_hole {
+            self.writable.notify_waiters();
+        }
+        if pause_due {
+            self.flow.notify_waiters();
         }
         moved
     }

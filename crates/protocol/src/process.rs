@@ -35,6 +35,8 @@ method_types! {
     Snapshot;
     /// `process/list`: list the processes of this session, or of all.
     List;
+    /// `process/pauseOutput`: pause or continue the notifications of a process.
+    PauseOutput;
 }
 
 notifications! {
@@ -400,6 +402,17 @@ pub enum WriteStatus {
 pub struct CloseStdinParams {
     /// Id of the process.
     pub process_id: String,
+}
+
+/// Params of [`PauseOutput`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PauseOutputParams {
+    /// Id of the process.
+    pub process_id: String,
+    /// Whether the server stops sending notifications of the process; otherwise it continues with
+    /// the next one.
+    pub paused: bool,
 }
 
 /// Params of [`Resize`].

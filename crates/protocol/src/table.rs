@@ -434,6 +434,10 @@ table! {
         family: Some("exec"), scopes: [Observe], changes: Nothing, repeatable: true,
         extensions: ["process/list", "process/list#all"],
     }
+    ProcessPauseOutput: process::PauseOutput = "process/pauseOutput" (process::PauseOutputParams) -> Empty {
+        family: Some("exec"), scopes: [Exec], changes: Session, repeatable: false,
+        extensions: ["process/pauseOutput"],
+    }
     ProcessRead: process::Read = "process/read" (process::ReadParams) -> process::ReadResult {
         family: Some("exec"), scopes: [Observe], changes: Nothing, repeatable: true,
         extensions: ["process/read#evicted", "process/read#sessionId"],

@@ -139,6 +139,9 @@ pub(crate) fn request(
             asked.run::<process::CloseStdin>(methods::process::close_stdin)
         }
         MethodId::ProcessList => asked.run::<process::List>(methods::process::list),
+        MethodId::ProcessPauseOutput => {
+            asked.run::<process::PauseOutput>(methods::process::pause_output)
+        }
         MethodId::ProcessRead => asked.run::<process::Read>(methods::process::read),
         MethodId::ProcessResize => asked.run::<process::Resize>(methods::process::resize),
         MethodId::ProcessSignal => asked.run::<process::Signal>(methods::process::signal),

@@ -1,6 +1,6 @@
 //! Follower of one process's log for one connection: converts log entries to notifications.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Wake, Waker};
 
@@ -23,6 +23,13 @@ pub(crate) enum NotificationFamily {
     Command,
 }
 
+/// The follower is not paused.
+const RUNNING: u8 = 0;
+/// The client has paused the notifications.
+const PAUSED: u8 = 1;
+/// The same, and the follower has left the ready list: it must be queued again to continue.
+const SKIPPED: u8 = 2;
+
 /// A cursor on one log that sends the entries to one connection.
 ///
 /// The session's record of the process owns the follower. The log holds a [`LogFollowerWaker`] with a
@@ -41,6 +48,8 @@ pub(crate) struct LogFollower {
     queued: AtomicBool,
     /// Whether the end of the log has been passed to the connection.
     finished: AtomicBool,
+    /// [`RUNNING`], [`PAUSED`] or [`SKIPPED`].
+    pause: AtomicU8,
     outbox: Weak<Outbox>,
     /// The exit code, for protocol versions that send it with the last notification.
     exit_code: AtomicU64,
@@ -68,6 +77,7 @@ impl LogFollower {
         dialect: NotificationFamily,
         cursor: Option<u64>,
         outbox: &Arc<Outbox>,
+        is_paused: bool,
     ) -> Arc<Self> {
         let cursor = cursor.unwrap_or_else(|| process.with_log(|log| log.next_seq() - 1));
         if dialect != NotificationFamily::ProcessPull {
@@ -81,6 +91,7 @@ impl LogFollower {
             cursor: AtomicU64::new(cursor),
             queued: AtomicBool::new(true),
             finished: AtomicBool::new(false),
+            pause: AtomicU8::new(if is_paused { PAUSED } else { RUNNING }),
             outbox: Arc::downgrade(outbox),
             exit_code: AtomicU64::new(0),
         });
@@ -88,9 +99,34 @@ impl LogFollower {
         follower
     }
 
+    /// Pauses the follower, or lets it continue with the next entry.
+    pub(crate) fn pause(&self, paused: bool) {
+        let (success, failure) = (Ordering::AcqRel, Ordering::Acquire);
+        if paused {
+            // Does nothing if the follower is paused already.
+            let _ = self
+                .pause
+                .compare_exchange(RUNNING, PAUSED, success, failure);
+        } else if self.pause.swap(RUNNING, Ordering::AcqRel) == SKIPPED {
+            self.waker.wake_by_ref();
+        }
+    }
+
     /// Whether every entry of the log, including its end, has been passed to the connection.
     pub(crate) fn is_finished(&self) -> bool {
         self.finished.load(Ordering::Relaxed)
+    }
+
+    /// Whether the follower is paused; then only [`LogFollower::pause`] queues it again.
+    fn is_held_back(&self) -> bool {
+        if self.pause.load(Ordering::Acquire) == RUNNING {
+            return false;
+        }
+        let (success, failure) = (Ordering::AcqRel, Ordering::Acquire);
+        let found = self
+            .pause
+            .compare_exchange(PAUSED, SKIPPED, success, failure);
+        matches!(found, Ok(_) | Err(SKIPPED))
     }
 
     fn push_process(&self, entry: &LogEntry, outgoing: &mut LinkSender) {
@@ -142,6 +178,9 @@ impl LogFollower {
 impl NotificationSource for LogFollower {
     fn pull(self: Arc<Self>, outgoing: &mut LinkSender) -> bool {
         self.queued.store(false, Ordering::Release);
+        if self.is_held_back() {
+            return false;
+        }
         let cursor = self.cursor.load(Ordering::Relaxed);
         let entry = self.process.follow(&self.waker, |log| {
             let mut cursor = cursor;

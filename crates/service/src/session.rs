@@ -180,6 +180,8 @@ pub(crate) struct SessionProcess {
     input: Mutex<InputQueue>,
     /// Whether a client has read the output to its end.
     read_to_end: AtomicBool,
+    /// Whether the client has paused the notifications.
+    is_paused: AtomicBool,
     follower: Mutex<Option<Arc<LogFollower>>>,
 }
 
@@ -275,7 +277,15 @@ impl Session {
         state.driver = Some(driver);
         state.attachments += 1;
         state.grace = grace.unwrap_or(state.grace);
-        Ok(state.grace)
+        let granted = state.grace;
+        drop(state);
+        if !same {
+            // The other client does not know which processes were paused.
+            for managed in self.processes() {
+                managed.pause_output(false);
+            }
+        }
+        Ok(granted)
     }
 
     /// Detaches the session from the connection behind `outbox`; returns how long to wait for the
@@ -589,12 +599,16 @@ impl ProcessRecords {
     /// Removes the records that have expired, given that the client attached at `since`.
     fn remove_expired(&mut self, since: Instant, now: Instant) -> Vec<Arc<SessionProcess>> {
         let mut removed = Vec::new();
-        while self
-            .closed
-            .front()
-            .is_some_and(|first| first.due(since) <= now)
-        {
-            removed.extend(self.remove_closed(0));
+        for _ in 0..self.closed.len() {
+            match self.closed.front_mut() {
+                Some(first) if first.due(since) > now => break,
+                // Its client will continue the notifications and get the rest of the output.
+                Some(first) if first.process.holds_back() => {
+                    first.at = now;
+                    self.closed.rotate_left(1);
+                }
+                _ => removed.extend(self.remove_closed(0)),
+            }
         }
         removed
     }
@@ -654,6 +668,7 @@ impl StartTicket {
             number,
             input: Mutex::default(),
             read_to_end: AtomicBool::new(false),
+            is_paused: AtomicBool::new(false),
             follower: Mutex::default(),
         });
         answer();
@@ -695,8 +710,10 @@ impl SessionProcess {
     /// Sends notifications of the process to a connection, after `cursor` or from now on.
     fn follow(&self, cursor: Option<u64>, outbox: &Arc<Outbox>) {
         let (process, id) = (self.process.clone(), self.info.process_id.clone());
-        let follower = LogFollower::start(process, id, self.dialect, cursor, outbox);
-        *self.follower.lock() = Some(follower);
+        let mut follower = self.follower.lock();
+        let paused = self.is_paused.load(Ordering::Relaxed);
+        let next = LogFollower::start(process, id, self.dialect, cursor, outbox, paused);
+        *follower = Some(next);
     }
 
     /// Stops sending notifications, because the connection has ended.
@@ -717,6 +734,26 @@ impl SessionProcess {
         if self.dialect == NotificationFamily::ProcessPull {
             self.process.advance(seq);
         }
+    }
+
+    /// Pauses the notifications of the process, or continues with the next one. While they are
+    /// paused, output that was not sent slows the process down, as if the connection were slow.
+    pub(crate) fn pause_output(&self, paused: bool) {
+        // The lock orders this after a follower that is being started with the previous value.
+        let follower = self.follower.lock();
+        self.is_paused.store(paused, Ordering::Relaxed);
+        if let Some(follower) = &*follower {
+            follower.pause(paused);
+        }
+    }
+
+    /// Whether a client has paused notifications that it has not received yet.
+    fn holds_back(&self) -> bool {
+        let follower = self.follower.lock();
+        self.is_paused.load(Ordering::Relaxed)
+            && follower
+                .as_ref()
+                .is_some_and(|follower| !follower.is_finished())
     }
 
     /// Records that a response to the client has contained the output to its end.

@@ -86,6 +86,7 @@ fn sample(method: MethodId, file: &dyn Fn(&str) -> Value, owner: &str) -> Ordere
             ("sessionId", json!(owner)),
         ],
         M::ProcessList => vec![("all", json!(true))],
+        M::ProcessPauseOutput => vec![process, ("paused", json!(false))],
         M::HttpRequest => vec![
             ("method", json!("GET")),
             ("url", json!("http://127.0.0.1:1/")),

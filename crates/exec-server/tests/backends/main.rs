@@ -67,6 +67,8 @@ over_all_subjects! {
     file_errors_have_code_and_path;
     process_network_is_prepared_and_validated;
     shell_snapshot_is_validated_and_used;
+    stalled_consumer_delays_no_other_process_and_loses_nothing;
+    dropped_stalled_consumer_lets_the_process_end;
 }
 
 mod cases {

@@ -2,20 +2,22 @@
 
 pub(crate) mod cases {
     use std::path::Path;
+    use std::time::Duration;
 
-    use exec_server::CollectOptions;
+    use exec_server::ExecProcessEvent;
     use exec_server::protocol::environment::Shell;
     use exec_server::protocol::fs::{
         FsRequest, FsResponse, GetMetadataParams, ReadFileParams, WriteFileParams,
     };
     use exec_server::protocol::network::NetworkProxy;
-    use exec_server::protocol::process::{SandboxType, ShellSnapshot, StartParams};
+    use exec_server::protocol::process::{SandboxType, ShellSnapshot, StartParams, WaitUntil};
     use exec_server::protocol::sandbox::{EnforcementLevel, Sandbox};
     use exec_server::protocol::{PathUri, codes};
+    use exec_server::{CollectOptions, ExecServerError};
     use serde_json::{Value, json};
     use tempfile::TempDir;
 
-    use crate::subjects::{BackendSubject, command, sh};
+    use crate::subjects::{BackendSubject, command, exited, sh};
 
     /// A policy that allows reading everything and writing below these directories.
     fn policy(writable: &[&Path]) -> Sandbox {
@@ -262,5 +264,72 @@ pub(crate) mod cases {
             .await;
         let output = process.output(CollectOptions::default()).await.unwrap();
         assert_eq!(output.stdout, b"42\n");
+    }
+
+    /// More than the buffers of a connection hold.
+    const STALLED_LINES: usize = 3_000_000;
+    const LIVE_LINES: usize = 200_000;
+
+    /// Bytes that `seq 1 LINES` prints.
+    fn printed(lines: usize) -> u64 {
+        let digits = |n: usize| u64::from(n.ilog10()) + 2;
+        (1..=lines).map(digits).sum()
+    }
+
+    /// Reads all events of a process; returns the number of bytes, and whether nothing was lost.
+    async fn drain(mut events: exec_server::ExecProcessEvents) -> (u64, bool) {
+        let (mut bytes, mut complete) = (0, true);
+        let mut next = 1;
+        while let Some(event) = events.recv().await {
+            match event {
+                ExecProcessEvent::Output { seq, chunk, .. } => {
+                    complete &= seq == next;
+                    bytes += chunk.len() as u64;
+                }
+                ExecProcessEvent::Exited { .. } => {}
+                ExecProcessEvent::Closed { .. } => return (bytes, complete),
+                other => panic!("{other:?}"),
+            }
+            next += 1;
+        }
+        (bytes, false)
+    }
+
+    pub(crate) async fn stalled_consumer_delays_no_other_process_and_loses_nothing(
+        subject: BackendSubject,
+    ) {
+        let stalled = subject.start(sh(&format!("seq 1 {STALLED_LINES}"))).await;
+        let unread = stalled.events().unwrap();
+        let mut live = Vec::new();
+        for _ in 0..9 {
+            let process = subject.start(sh(&format!("seq 1 {LIVE_LINES}"))).await;
+            let events = process.events().unwrap();
+            live.push((process, tokio::spawn(drain(events))));
+        }
+        for (process, drained) in live {
+            assert_eq!(drained.await.unwrap(), (printed(LIVE_LINES), true));
+            assert_eq!(exited(&*process).await.exit_code, 0);
+        }
+        // Calls of the session are answered, too.
+        let listed = subject.backend.list().await.unwrap();
+        assert!(
+            listed
+                .iter()
+                .any(|one| one.process_id == stalled.process_id())
+        );
+        let early = stalled.wait(WaitUntil::Closed, Some(Duration::from_millis(1)));
+        assert!(!early.await.unwrap().closed, "all output fits into buffers");
+        assert_eq!(drain(unread).await, (printed(STALLED_LINES), true));
+    }
+
+    pub(crate) async fn dropped_stalled_consumer_lets_the_process_end(subject: BackendSubject) {
+        let process = subject.start(sh(&format!("seq 1 {STALLED_LINES}"))).await;
+        let unread = process.events().unwrap();
+        let other = subject.start(sh("seq 1 100000")).await;
+        let drained = drain(other.events().unwrap()).await;
+        assert_eq!(drained, (printed(100_000), true));
+        drop(unread);
+        let done: Result<_, ExecServerError> = process.wait(WaitUntil::Closed, None).await;
+        assert!(done.unwrap().closed);
     }
 }

@@ -187,6 +187,24 @@ async fn probe(client: &mut WireClient, name: &str) {
                 "{listed:?}"
             );
         }
+        "process/pauseOutput" => {
+            client.start(here("read x; echo late").piped()).await;
+            let pause = json!({"processId": id, "paused": true});
+            assert_eq!(client.ok(name, pause.clone()).await, json!({}));
+            // Idempotent.
+            assert_eq!(client.ok(name, pause).await, json!({}));
+            let line = json!({"processId": id, "chunk": "Cg==", "writeId": "w"});
+            client.ok("process/write", line).await;
+            // The process ends, but no notification is sent.
+            let until = json!({"processId": id, "until": "closed"});
+            client.ok("process/wait", until).await;
+            assert_eq!(client.observed(&id).text("stdout"), "");
+            let resume = json!({"processId": id, "paused": false});
+            assert_eq!(client.ok(name, resume).await, json!({}));
+            assert_eq!(client.closed(&id).await.text("stdout"), "late\n");
+            let unknown = json!({"processId": "unknown", "paused": true});
+            assert_eq!(client.refused(name, unknown).await.code, -32600);
+        }
         "process/read#evicted" => {
             client.run(here("head -c 3000000 /dev/zero")).await;
             let read = client.ok("process/read", known).await;

@@ -10,9 +10,9 @@ use exec_server_engine::{Conditions, NewProcess, PreparedStart, Process, Process
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::process::{
-    CloseStdinParams, Delivery, ListParams, ListResult, ReadParams, ReadResult, ResizeParams,
-    SignalParams, SnapshotParams, StartParams, TerminalSize, TerminateParams, TerminateResult,
-    WaitForParams, WaitParams, WriteParams, WriteResult, WriteStatus,
+    CloseStdinParams, Delivery, ListParams, ListResult, PauseOutputParams, ReadParams, ReadResult,
+    ResizeParams, SignalParams, SnapshotParams, StartParams, TerminalSize, TerminateParams,
+    TerminateResult, WaitForParams, WaitParams, WriteParams, WriteResult, WriteStatus,
 };
 
 use crate::ApiError;
@@ -421,6 +421,18 @@ pub(crate) fn snapshot(call: CheckedRequest<'_>, params: SnapshotParams) {
         responder.send(Ok(result));
     };
     in_session(call, session.as_deref(), &id, job);
+}
+
+pub(crate) fn pause_output(call: CheckedRequest<'_>, params: PauseOutputParams) {
+    let PauseOutputParams { process_id, paused } = params;
+    with_process(call, &process_id.clone(), move |_, managed, responder| {
+        let Some(managed) = managed else {
+            return responder.send_error(ApiError::unknown_process(&process_id));
+        };
+        // The response comes first: a client that continues gets it before the next notification.
+        responder.send(Ok(Empty {}));
+        managed.pause_output(paused);
+    });
 }
 
 pub(crate) fn list(call: CheckedRequest<'_>, params: ListParams) {
