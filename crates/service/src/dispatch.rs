@@ -15,7 +15,8 @@ use exec_server_protocol::{
 };
 
 use crate::ApiError;
-use crate::connection::{Connection, HandshakePhase, RequestResponder};
+use crate::connection::{Connection, HandshakePhase};
+use crate::responder::RequestResponder;
 use crate::session::Session;
 use crate::{methods, scope};
 

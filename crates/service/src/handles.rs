@@ -4,21 +4,23 @@
 //! so a client need not wait for the responses. Calls on one handle run in the order of arrival; a
 //! handle that waits for its disk, or for memory for a response, does not delay other handles.
 
+use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use exec_server_engine::files::{FileOpening, OpenFile};
+use exec_server_engine::files::{FileOpening, FsError, OpenFile};
+use exec_server_protocol::Method as _;
 use exec_server_protocol::chunk::encoded_len;
-use exec_server_protocol::fs::{OpenResult, WriteBlockParams};
-use exec_server_protocol::limits::MAX_FILE_HANDLES;
+use exec_server_protocol::fs::{OpenResult, WriteBlock, WriteBlockParams};
+use exec_server_protocol::limits::{MAX_BLOCK_BYTES, MAX_FILE_HANDLES};
 use exec_server_protocol::method::Empty;
 use exec_server_sync::Mutex;
 
 use crate::ApiError;
-use crate::connection::{Connection, RequestResponder};
+use crate::connection::Connection;
 use crate::files::{attempt, encode_pieces};
-use crate::methods::handle::with_block;
+use crate::responder::RequestResponder;
 use crate::server::FilesConnection;
 
 /// Table of the open files of one connection.
@@ -325,4 +327,41 @@ impl HandleRequest {
                 .send_error(ApiError::not_found(format!("unknown file handle `{id}`"))),
         }
     }
+}
+
+/// Decodes the params of `fs/writeBlock` and calls `write` with the offset and the data if they are
+/// valid.
+fn with_block(
+    raw: &[u8],
+    write: impl FnOnce(u64, &[u8]) -> Result<(), FsError>,
+) -> Result<(), ApiError> {
+    thread_local! {
+        /// Buffer for the data of one block, kept because a thread that writes one block usually
+        /// writes more.
+        static ROOM: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    }
+    ROOM.with_borrow_mut(|room| {
+        let decoded = WriteBlockParams::decode_into(raw, room);
+        let (params, apart) = decoded.map_err(|error| {
+            ApiError::invalid_params(format!(
+                "invalid params for `{}`: {error}",
+                WriteBlock::NAME
+            ))
+        })?;
+        let data = match apart {
+            Some(len) => &room[..len],
+            None => params.chunk.as_slice(),
+        };
+        admitted(data.len(), "write")?;
+        Ok(write(params.offset, data)?)
+    })
+}
+
+/// Checks the length of a block.
+pub(crate) fn admitted(len: usize, verb: &str) -> Result<(), ApiError> {
+    if (1..=MAX_BLOCK_BYTES).contains(&len) {
+        return Ok(());
+    }
+    let message = format!("file {verb} block length must be between 1 and {MAX_BLOCK_BYTES}");
+    Err(ApiError::invalid_request(message))
 }

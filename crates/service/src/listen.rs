@@ -22,8 +22,8 @@ use tokio::net::{TcpListener, TcpStream, UnixListener};
 use crate::accept::Acceptor;
 use crate::auth::AuthMethod;
 use crate::connection_limits::CountedConnection;
+use crate::counters::RefusalCause;
 use crate::guard::{AdmissionRefusal, AdmittedConnection, ConnectionGuard};
-use crate::metrics::RefusalCause;
 use crate::server::{ExecServer, SessionLifetime};
 use crate::socket;
 

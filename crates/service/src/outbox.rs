@@ -17,7 +17,7 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use crate::budget::{BudgetAccount, BudgetShare};
-use crate::metrics::ServerMetrics;
+use crate::counters::ServerMetrics;
 use crate::pieces::PiecewiseResponse;
 
 /// A source of notifications, from which the writer pulls.

@@ -1,7 +1,6 @@
 //! Server state that all connections share, and the shutdown of the server.
 
 use std::collections::HashMap;
-use std::future::Future;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -10,21 +9,17 @@ use exec_server_engine::snapshot::Snapshots;
 use exec_server_engine::{Engine, Executor, ExecutorConfig, ExecutorLimits, process};
 use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_sync::{Mutex, RwLock};
-use exec_server_transport::Link;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::ApiError;
 use crate::audit::Audit;
-use crate::auth::ClientIdentity;
 use crate::budget::{MemoryBudget, Overdraft};
 use crate::config::ExecServerConfig;
-use crate::connection;
 use crate::connection_limits::{ConnectionCounter, ConnectionLimits};
+use crate::counters::ServerMetrics;
 use crate::files::FileThreads;
-use crate::guard::AdmittedConnection;
-use crate::methods::environment::MachineInfo;
-use crate::metrics::ServerMetrics;
+use crate::machine_info::MachineInfo;
 use crate::outbox::Outbox;
 use crate::session::{Session, SessionDriver, unknown_session};
 use crate::trace::Tracer;
@@ -289,43 +284,6 @@ impl ExecServer {
 
     pub(crate) fn crowd(&self) -> &Arc<ConnectionCounter> {
         &self.inner.crowd
-    }
-
-    /// Serves one connection until it ends. `name` identifies the peer in log messages.
-    pub fn serve(
-        &self,
-        link: Link,
-        name: String,
-        lifetime: SessionLifetime,
-    ) -> impl Future<Output = ()> + Send + 'static {
-        self.serve_as(link, name, lifetime, ClientIdentity::anyone())
-    }
-
-    /// Like [`ExecServer::serve`], limited to the scopes of an identity and until it expires.
-    pub fn serve_as(
-        &self,
-        link: Link,
-        name: String,
-        lifetime: SessionLifetime,
-        identity: ClientIdentity,
-    ) -> impl Future<Output = ()> + Send + 'static {
-        let withdrawn = CancellationToken::new();
-        let admission = AdmittedConnection {
-            identity,
-            withdrawn,
-        };
-        self.serve_admitted(link, name, lifetime, admission)
-    }
-
-    /// Like [`ExecServer::serve_as`], until the admission is revoked.
-    pub(crate) fn serve_admitted(
-        &self,
-        link: Link,
-        name: String,
-        lifetime: SessionLifetime,
-        admission: AdmittedConnection,
-    ) -> impl Future<Output = ()> + Send + 'static {
-        connection::serve(self.clone(), link, name, lifetime, admission)
     }
 
     /// Counts a connection as served, until the result is dropped.

@@ -25,9 +25,9 @@ use tokio_util::sync::CancellationToken;
 
 use crate::ApiError;
 use crate::auth::ClientIdentity;
-use crate::connection::RequestResponder;
 use crate::follow::{LogFollower, NotificationFamily};
 use crate::outbox::Outbox;
+use crate::responder::RequestResponder;
 use crate::server_requests::ServerRequests;
 
 /// Ids of accepted writes that are remembered, so that a repeated write is not written twice.

@@ -118,6 +118,7 @@ pub(crate) async fn relay() -> BackendSubject {
         .env("HOME", directory.path())
         .stdin(Stdio::null())
         .stdout(Stdio::null())
+        .stderr(Stdio::null())
         .kill_on_drop(true);
     let executor = executor.spawn().unwrap();
     rendezvous.wait_online("box", true).await;

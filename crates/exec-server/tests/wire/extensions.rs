@@ -198,7 +198,7 @@ async fn probe(client: &mut WireClient, name: &str) {
             // The process ends, but no notification is sent.
             let until = json!({"processId": id, "until": "closed"});
             client.ok("process/wait", until).await;
-            assert_eq!(client.observed(&id).text("stdout"), "");
+            assert_eq!(client.notices(), []);
             let resume = json!({"processId": id, "paused": false});
             assert_eq!(client.ok(name, resume).await, json!({}));
             assert_eq!(client.closed(&id).await.text("stdout"), "late\n");

@@ -10,9 +10,9 @@ use exec_server_protocol::process::WriteStatus;
 
 use super::process::launch;
 use crate::ApiError;
-use crate::connection::RequestResponder;
 use crate::dispatch::CheckedRequest;
 use crate::follow::NotificationFamily;
+use crate::responder::RequestResponder;
 
 pub(crate) fn exec(call: CheckedRequest<'_>, params: ExecParams) {
     let (info, start) = match call.connection.server.engine().prepare_command(params) {

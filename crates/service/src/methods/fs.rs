@@ -15,10 +15,11 @@ use exec_server_protocol::fs::{FsMethod, FsRequest, WalkKind};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 
 use crate::ApiError;
-use crate::connection::{Connection, RequestResponder};
+use crate::connection::Connection;
 use crate::dispatch::CheckedRequest;
 use crate::files::{attempt, encode_pieces};
 use crate::pieces::FileSource;
+use crate::responder::RequestResponder;
 
 /// Bytes of a response in addition to its data.
 const ENVELOPE_BYTES: usize = 4096;

@@ -1,19 +1,13 @@
 //! Implementation of `fs/open`, `fs/readBlock`, `fs/writeBlock` and `fs/close`.
 
-use std::cell::RefCell;
-
 use bytes::Bytes;
-use exec_server_engine::files::FsError;
-use exec_server_protocol::Method as _;
 use exec_server_protocol::chunk::encoded_len;
-use exec_server_protocol::fs::{
-    CloseParams, OpenParams, ReadBlockParams, WriteBlock, WriteBlockParams,
-};
+use exec_server_protocol::fs::{CloseParams, OpenParams, ReadBlockParams, WriteBlockParams};
 use exec_server_protocol::limits::{MAX_BLOCK_BYTES, MAX_HANDLE_ID_BYTES};
 
 use crate::ApiError;
 use crate::dispatch::{CheckedRequest, RawParams};
-use crate::handles::{self, FileHandles, HandleAction};
+use crate::handles::{self, FileHandles, HandleAction, admitted};
 
 pub(crate) fn open(call: CheckedRequest<'_>, params: OpenParams) {
     let engine = call.connection.server.engine();
@@ -83,42 +77,6 @@ pub(crate) fn write_block(mut call: CheckedRequest<'_>, params: WriteBlockParams
         HandleAction::Write(params),
         admitted(len, "write"),
     );
-}
-
-/// Decodes the params of `fs/writeBlock` and calls `write` with the offset and the data if they are
-/// valid.
-pub(crate) fn with_block(
-    raw: &[u8],
-    write: impl FnOnce(u64, &[u8]) -> Result<(), FsError>,
-) -> Result<(), ApiError> {
-    thread_local! {
-        /// Buffer for the data of one block, kept because a thread that writes one block usually
-        /// writes more.
-        static ROOM: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
-    }
-    ROOM.with_borrow_mut(|room| {
-        let decoded = WriteBlockParams::decode_into(raw, room);
-        let (params, apart) = decoded.map_err(|error| {
-            ApiError::invalid_params(format!(
-                "invalid params for `{}`: {error}",
-                WriteBlock::NAME
-            ))
-        })?;
-        let data = match apart {
-            Some(len) => &room[..len],
-            None => params.chunk.as_slice(),
-        };
-        admitted(data.len(), "write")?;
-        Ok(write(params.offset, data)?)
-    })
-}
-
-fn admitted(len: usize, verb: &str) -> Result<(), ApiError> {
-    if (1..=MAX_BLOCK_BYTES).contains(&len) {
-        return Ok(());
-    }
-    let message = format!("file {verb} block length must be between 1 and {MAX_BLOCK_BYTES}");
-    Err(ApiError::invalid_request(message))
 }
 
 fn on_block(

@@ -1,146 +1,34 @@
 //! Implementation of `http/*`, and the notifications that carry a streamed body.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
 use exec_server_engine::http::{
-    self as exchange, BodyBudget, HttpClient, HttpError, PreparedRequest, ResponseBody,
-    StreamingResponse, WholeResponse,
+    self as exchange, HttpClient, HttpError, PreparedRequest, ResponseBody, StreamingResponse,
+    WholeResponse,
 };
 use exec_server_protocol::http::{
     BodyDelta, BodyDeltaParams, CancelParams, CancelResult, RequestParams, RequestResult,
 };
-use exec_server_protocol::limits::{MAX_DELTA_BYTES, MAX_HTTP_REQUESTS, MAX_MESSAGE_BYTES};
+use exec_server_protocol::limits::{MAX_DELTA_BYTES, MAX_MESSAGE_BYTES};
 use exec_server_protocol::{ByteChunk, NotificationMethod as _, chunk};
 use exec_server_sync::Mutex;
 use exec_server_transport::LinkSender;
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
-use tokio_util::sync::CancellationToken;
+use tokio::sync::Notify;
 
 use crate::ApiError;
-use crate::connection::{Connection, RequestResponder};
+use crate::connection::Connection;
 use crate::dispatch::CheckedRequest;
 use crate::follow;
+use crate::http_requests::ActiveRequestGuard;
 use crate::outbox::{NotificationSource, Outbox};
-
-/// Bytes of a body that is not streamed above which it needs memory from the budget of the
-/// connection.
-///
-/// The largest allowed number of requests, each with a body of this size, uses as much memory as
-/// one message of maximum size.
-const SMALL_BODY: usize = MAX_MESSAGE_BYTES / MAX_HTTP_REQUESTS;
-
-/// Granularity of that budget in bytes: semaphore permits are counted in 32 bits.
-const BUDGET_UNIT: usize = 1024;
+use crate::responder::RequestResponder;
 
 /// Bytes of a streamed body that may wait for the peer before the server stops reading from the
 /// HTTP host.
 const WAITING_BYTES: usize = 1 << 20;
-
-/// HTTP requests in progress on one connection.
-#[derive(Debug)]
-pub(crate) struct HttpRequests {
-    shared: Arc<HttpRequestsShared>,
-    /// Limits the memory of large bodies that are being received. It has its own budget, because a
-    /// body that never ends must block neither files nor processes.
-    budget: Arc<Semaphore>,
-}
-
-#[derive(Debug, Default)]
-struct HttpRequestsShared {
-    active: Mutex<ActiveRequests>,
-}
-
-#[derive(Debug, Default)]
-struct ActiveRequests {
-    requests: HashMap<u64, ActiveRequest>,
-    next: u64,
-}
-
-#[derive(Debug)]
-struct ActiveRequest {
-    request_id: String,
-    streamed: bool,
-    cancelled: CancellationToken,
-}
-
-/// Entry of one request in the table of those in progress; removed on drop.
-#[derive(Debug)]
-struct ActiveRequestGuard {
-    number: u64,
-    cancelled: CancellationToken,
-    shared: Arc<HttpRequestsShared>,
-}
-
-impl Drop for ActiveRequestGuard {
-    fn drop(&mut self) {
-        self.shared.active.lock().requests.remove(&self.number);
-    }
-}
-
-impl Default for HttpRequests {
-    fn default() -> Self {
-        Self {
-            shared: Arc::default(),
-            budget: Arc::new(Semaphore::new(MAX_MESSAGE_BYTES / BUDGET_UNIT)),
-        }
-    }
-}
-
-impl HttpRequests {
-    fn enter(&self, request_id: &str, streamed: bool) -> Result<ActiveRequestGuard, ApiError> {
-        let mut active = self.shared.active.lock();
-        // Notifications with parts of a body contain only the id, so no two streams may have the
-        // same one.
-        let taken =
-            |entry: &ActiveRequest| streamed && entry.streamed && entry.request_id == request_id;
-        if active.requests.values().any(taken) {
-            return Err(ApiError::invalid_params(format!(
-                "http/request streamResponse requestId `{request_id}` is already active"
-            )));
-        }
-        if active.requests.len() >= MAX_HTTP_REQUESTS {
-            return Err(ApiError::invalid_request(format!(
-                "limit of {MAX_HTTP_REQUESTS} http requests per connection reached"
-            )));
-        }
-        active.next += 1;
-        let (number, cancelled) = (active.next, CancellationToken::new());
-        let entry = ActiveRequest {
-            request_id: request_id.to_owned(),
-            streamed,
-            cancelled: cancelled.clone(),
-        };
-        active.requests.insert(number, entry);
-        Ok(ActiveRequestGuard {
-            number,
-            cancelled,
-            shared: Arc::clone(&self.shared),
-        })
-    }
-
-    /// Cancels all requests with this id; returns whether there were any.
-    fn cancel(&self, request_id: &str) -> bool {
-        let active = self.shared.active.lock();
-        let mut any = false;
-        for entry in active.requests.values() {
-            if entry.request_id == request_id {
-                entry.cancelled.cancel();
-                any = true;
-            }
-        }
-        any
-    }
-
-    /// Cancels all requests.
-    pub(crate) fn cancel_all(&self) {
-        for entry in self.shared.active.lock().requests.values() {
-            entry.cancelled.cancel();
-        }
-    }
-}
 
 pub(crate) fn request(call: CheckedRequest<'_>, params: RequestParams) {
     let streamed = params.stream_response;
@@ -228,23 +116,6 @@ async fn whole(
 /// The largest body whose base64 text fits into a message.
 fn largest_body() -> usize {
     (MAX_MESSAGE_BYTES - (1 << 20)) / 4 * 3
-}
-
-impl BodyBudget for HttpRequests {
-    type Share = OwnedSemaphorePermit;
-
-    fn free_bytes(&self) -> usize {
-        SMALL_BODY
-    }
-
-    async fn reserve(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
-        // The request never exceeds the budget, so it can be granted; the semaphore is never
-        // closed.
-        let units = bytes.min(MAX_MESSAGE_BYTES).div_ceil(BUDGET_UNIT);
-        let units = u32::try_from(units).unwrap_or(u32::MAX);
-        let budget = Arc::clone(&self.budget);
-        budget.acquire_many_owned(units).await.ok()
-    }
 }
 
 /// Responds with the headers, then sends the body in parts.

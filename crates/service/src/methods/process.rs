@@ -16,11 +16,12 @@ use exec_server_protocol::process::{
 };
 
 use crate::ApiError;
-use crate::connection::{Connection, RequestResponder};
+use crate::connection::Connection;
 use crate::dispatch::CheckedRequest;
 use crate::follow::NotificationFamily;
 use crate::network::ClientPolicyDecider;
 use crate::process_audit::ProcessAudit;
+use crate::responder::RequestResponder;
 use crate::server::ExecServer;
 use crate::session::{ReserveResult, Session, SessionProcess, StartTicket, unknown_session};
 

@@ -4,46 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use exec_server_protocol::limits::MAX_SEARCH_REPLY_BYTES;
-use exec_server_sync::Mutex;
-use tokio::sync::Semaphore;
-use tokio_util::sync::CancellationToken;
 
 use super::fs::{AdmittedFileRequest, blocking, send};
 use crate::ApiError;
-use crate::connection::RequestResponder;
-
-/// Concurrent searches of one connection; each one uses all cores.
-const MAX_RUNNING: usize = 4;
-
-/// The searches of one connection.
-#[derive(Debug)]
-pub(crate) struct ConnectionSearches {
-    running: Semaphore,
-    /// Cancelled when the session ends, and then replaced.
-    session: Mutex<CancellationToken>,
-}
-
-impl Default for ConnectionSearches {
-    fn default() -> Self {
-        Self {
-            running: Semaphore::new(MAX_RUNNING),
-            session: Mutex::default(),
-        }
-    }
-}
-
-impl ConnectionSearches {
-    /// Cancels running and waiting searches.
-    pub(crate) fn cancel(&self) {
-        let mut session = self.session.lock();
-        std::mem::take(&mut *session).cancel();
-    }
-
-    fn session(&self) -> CancellationToken {
-        let session = self.session.lock();
-        session.clone()
-    }
-}
+use crate::responder::RequestResponder;
 
 /// Flag for the threads of a search; set on drop, when no response is needed any more.
 struct SearchCancelFlag(Arc<AtomicBool>);

@@ -7,8 +7,9 @@ use exec_server_protocol::method::Empty;
 use exec_server_protocol::session::{EndParams, InitializeParams, InitializeResponse};
 
 use crate::ApiError;
-use crate::connection::{Connection, HandshakePhase, RequestResponder};
+use crate::connection::{Connection, HandshakePhase};
 use crate::dispatch::CheckedRequest;
+use crate::responder::RequestResponder;
 
 /// Opens a session or resumes one.
 pub(crate) fn initialize(

@@ -1,156 +1,27 @@
-//! Implementation of `fs/watch`, `fs/unwatch` and `fs/watchMissing`, and their notifications.
+//! Implementation of `fs/watch`, `fs/unwatch` and `fs/watchMissing`.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
-use std::task::{Wake, Waker};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use exec_server_engine::files::{MissingPaths, WatchSubscription};
 use exec_server_protocol::fs::{
-    Changed, ChangedParams, MissingChanged, MissingChangedParams, UnwatchParams,
-    WatchMissingParams, WatchMissingResult, WatchParams, WatchResult,
+    MissingChanged, MissingChangedParams, UnwatchParams, WatchMissingParams, WatchMissingResult,
+    WatchParams, WatchResult,
 };
-use exec_server_protocol::limits::{MAX_WATCH_ID_BYTES, MAX_WATCHES};
+use exec_server_protocol::limits::MAX_WATCH_ID_BYTES;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::{NotificationMethod as _, PathUri, envelope};
 use exec_server_sync::Mutex;
-use exec_server_transport::LinkSender;
 use tokio_util::sync::CancellationToken;
 
 use super::fs::blocking;
 use crate::ApiError;
-use crate::connection::{Connection, RequestResponder};
+use crate::connection::Connection;
 use crate::dispatch::CheckedRequest;
-use crate::follow;
-use crate::outbox::{NotificationSource, OutMessage, Outbox};
-
-/// Watches of one connection.
-#[derive(Debug, Default)]
-pub(crate) struct ConnectionWatches {
-    /// Watches by the id that the client chose.
-    active: Mutex<HashMap<String, ConnectionWatch>>,
-    missing: Mutex<MissingPathsWatch>,
-}
-
-#[derive(Debug)]
-enum ConnectionWatch {
-    /// The watch is being registered; setting the flag cancels that.
-    Starting(Arc<AtomicBool>),
-    Told(Arc<WatchSender>),
-}
-
-/// The watch for missing paths; a connection has at most one.
-#[derive(Debug, Default)]
-struct MissingPathsWatch {
-    /// The largest id that was used.
-    last: Option<u64>,
-    /// Cancelled when another watch replaces it.
-    current: CancellationToken,
-}
-
-impl ConnectionWatches {
-    /// Ends all watches.
-    pub(crate) fn end(&self) {
-        let active = std::mem::take(&mut *self.active.lock());
-        active.into_values().for_each(ConnectionWatch::end);
-        self.missing.lock().current.cancel();
-    }
-
-    /// Reserves the id of a watch that is about to be registered.
-    fn reserve(&self, watch_id: &str, cancelled: &Arc<AtomicBool>) -> Result<(), ApiError> {
-        let mut active = self.active.lock();
-        if active.contains_key(watch_id) {
-            let message = format!("watch `{watch_id}` already exists");
-            return Err(ApiError::invalid_request(message));
-        }
-        if active.len() >= MAX_WATCHES {
-            let message = format!("at most {MAX_WATCHES} watches may be active per connection");
-            return Err(ApiError::invalid_request(message));
-        }
-        let watch = ConnectionWatch::Starting(Arc::clone(cancelled));
-        active.insert(watch_id.to_owned(), watch);
-        Ok(())
-    }
-
-    /// Whether the id still belongs to the watch that reserved it.
-    fn holds(
-        active: &HashMap<String, ConnectionWatch>,
-        watch_id: &str,
-        cancelled: &Arc<AtomicBool>,
-    ) -> bool {
-        matches!(active.get(watch_id),
-            Some(ConnectionWatch::Starting(holder)) if Arc::ptr_eq(holder, cancelled))
-    }
-}
-
-impl ConnectionWatch {
-    fn end(self) {
-        match self {
-            Self::Starting(cancelled) => cancelled.store(true, Ordering::Relaxed),
-            Self::Told(watcher) => watcher.end(),
-        }
-    }
-}
-
-/// Sends the changes of one watch to one connection.
-#[derive(Debug)]
-struct WatchSender {
-    watch_id: String,
-    /// `None` once the watch has ended.
-    subscription: Mutex<Option<WatchSubscription>>,
-    /// Whether the watcher is in the ready list or is about to be pulled.
-    queued: AtomicBool,
-    outbox: Weak<Outbox>,
-}
-
-/// Wakes a watcher through a weak reference: the subscription owns this waker and belongs to the
-/// watcher, so a strong one would be a cycle.
-struct WatchWaker(Weak<WatchSender>);
-
-impl Wake for WatchWaker {
-    fn wake(self: Arc<Self>) {
-        if let Some(watcher) = self.0.upgrade() {
-            watcher.ready();
-        }
-    }
-}
-
-impl WatchSender {
-    fn ready(self: Arc<Self>) {
-        if !self.queued.swap(true, Ordering::AcqRel)
-            && let Some(outbox) = self.outbox.upgrade()
-        {
-            outbox.ready(self);
-        }
-    }
-
-    fn end(&self) {
-        let mut subscription = self.subscription.lock();
-        *subscription = None;
-    }
-}
-
-impl NotificationSource for WatchSender {
-    fn pull(self: Arc<Self>, outgoing: &mut LinkSender) -> bool {
-        self.queued.store(false, Ordering::Release);
-        let waker = Waker::from(Arc::new(WatchWaker(Arc::downgrade(&self))));
-        let batch = {
-            let subscription = self.subscription.lock();
-            subscription.as_ref().and_then(|one| one.take(&waker))
-        };
-        let Some(batch) = batch else { return false };
-        let params = ChangedParams {
-            watch_id: self.watch_id.clone(),
-            seq: batch.seq,
-            changes: batch.changes,
-            overflow: batch.overflow,
-        };
-        follow::push(outgoing, Changed::NAME, &params);
-        // Puts the watcher back into the ready list, unless another task has done so.
-        !self.queued.swap(true, Ordering::AcqRel)
-    }
-}
+use crate::outbox::{OutMessage, Outbox};
+use crate::responder::RequestResponder;
+use crate::watches::{ConnectionWatch, ConnectionWatches, WatchSender};
 
 pub(crate) fn watch(call: CheckedRequest<'_>, mut params: WatchParams) {
     let cancelled: Arc<AtomicBool> = Arc::default();
