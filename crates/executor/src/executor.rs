@@ -15,7 +15,6 @@ use std::time::Duration;
 use exec_server_protocol::fs::FsRequest;
 use exec_server_protocol::sandbox::Sandbox;
 use exec_server_sandbox::host::HostFeatures;
-use exec_server_sandbox::placeholder::{self, PlaceholderRetention};
 use exec_server_sandbox::{ForkRequest, Launcher, PendingLaunch, SandboxError};
 use exec_server_sync::{Mutex, MutexGuard, RwLock};
 use rustix::process::Pid;
@@ -89,7 +88,6 @@ struct ExecutorShared {
     /// Helper processes that run file operations under a policy.
     helpers: HelperPool,
     /// Dropped last: removes the files that sandboxes left on disk.
-    _keeper: PlaceholderRetention,
     live: Arc<LiveProcesses>,
     /// Counts the output retained by all logs.
     retained: OutputMeter,
@@ -181,7 +179,6 @@ impl Executor {
                 null: null.into(),
                 launcher,
                 helpers: HelperPool::default(),
-                _keeper: PlaceholderRetention::new(),
                 live: Arc::default(),
                 retained: OutputMeter::default(),
                 managed: Mutex::default(),
@@ -336,11 +333,10 @@ impl Executor {
         self.files(request.sandbox_mut().take(), intent)
     }
 
-    /// Stops idle file helper processes and removes their files from disk. Blocks.
+    /// Stops idle file helper processes. Blocks.
     pub fn end_helpers(&self) {
         self.inner.helpers.clear();
         self.inner.launcher.end_standby();
-        placeholder::clear();
     }
 
     /// Starts a file helper process.

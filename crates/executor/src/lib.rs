@@ -12,6 +12,7 @@ pub mod conditions;
 mod executor;
 pub mod fs;
 pub mod limits;
+pub mod local_clients;
 pub mod log;
 mod proc_inspect;
 pub mod process;
@@ -25,3 +26,21 @@ pub use executor::{Executor, ExecutorConfig, ExecutorLimits};
 pub use process::Process;
 pub use spec::{PrivateNetwork, ProcessSpec, PtySize, StartError, Stdio, Timeout};
 pub use tree::{descendants_of, start_watcher};
+
+/// Splits this process into server and guardian, which ends what the server would leave behind if it
+/// is killed: processes, and placeholders of protected names.
+///
+/// # Errors
+///
+/// If the process cannot fork.
+///
+/// # Panics
+///
+/// If this process has more than one thread: call it at the beginning of `main`.
+pub fn split_guardian() -> std::io::Result<()> {
+    exec_server_sandbox::placeholder::open_journal();
+    exec_server_sys::guardian::split(
+        descendants_of,
+        exec_server_sandbox::placeholder::remove_left,
+    )
+}

@@ -264,6 +264,11 @@ fn tagged() -> Vec<i32> {
     living.map(|(pid, _)| *pid).collect()
 }
 
+/// Whether this is the pid of a running process that this program has started.
+pub(crate) fn is_leader(pid: i32) -> bool {
+    LEADERS.lock().running(pid).is_some()
+}
+
 /// Whether this process has the tag.
 pub(crate) fn is_member(pid: Pid, tag: TreeTag) -> bool {
     rlimit::hard(Some(pid), TAG_RESOURCE).is_ok_and(|limit| limit == tag.0)

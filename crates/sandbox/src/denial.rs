@@ -6,6 +6,9 @@
 
 use exec_server_protocol::sandbox::{Denial, DenialKind};
 
+use super::placeholder::LINK_TARGET;
+use super::policy::PROTECTED;
+
 /// Properties of a sandbox that determine which errors it can cause.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DenialFacts {
@@ -17,12 +20,22 @@ pub struct DenialFacts {
     pub refuses_access: bool,
     /// Whether the network is blocked.
     pub network: bool,
+    /// Whether placeholders occupy protected names.
+    pub occupies_names: bool,
 }
 
 /// Error texts, in lower case.
 const READ_ONLY: &[&str] = &["read-only file system"];
 const ACCESS: &[&str] = &["permission denied"];
 const PERMITTED: &[&str] = &["operation not permitted"];
+/// Errors of programs that create or open a placeholder.
+const OCCUPIED: &[&str] = &[
+    "file exists",
+    "no such device or address",
+    "not a directory",
+    "device or resource busy",
+    "permission denied",
+];
 const NETWORK: &[&str] = &[
     "network is unreachable",
     "could not resolve host",
@@ -74,7 +87,10 @@ pub fn classify<'a>(
 fn look(facts: DenialFacts, line: &[u8], found: &mut Vec<Denial>) -> bool {
     let lower = String::from_utf8_lossy(line).to_lowercase();
     let has = |texts: &[&str]| texts.iter().any(|text| lower.contains(text));
-    let kind = if (facts.read_only && has(READ_ONLY)) || (facts.refuses_access && has(ACCESS)) {
+    let through_link = lower.contains(LINK_TARGET);
+    let occupied = facts.occupies_names && (through_link || has(OCCUPIED) && has(&PROTECTED));
+    let read_only = facts.read_only && has(READ_ONLY);
+    let kind = if read_only || occupied || (facts.refuses_access && has(ACCESS)) {
         DenialKind::FileSystem
     } else if facts.network && has(NETWORK) {
         DenialKind::Network
@@ -89,7 +105,7 @@ fn look(facts: DenialFacts, line: &[u8], found: &mut Vec<Denial>) -> bool {
         return false;
     };
     let mut denial = denial(kind);
-    if kind == DenialKind::FileSystem {
+    if kind == DenialKind::FileSystem && !through_link {
         denial.path = path_in(&String::from_utf8_lossy(line));
     }
     if found.len() < MAX_DENIALS && !found.contains(&denial) {
@@ -134,6 +150,7 @@ mod tests {
         read_only: true,
         refuses_access: true,
         network: true,
+        occupies_names: true,
     };
 
     fn told(facts: DenialFacts, code: i32, output: &str) -> Option<Vec<Denial>> {
@@ -158,6 +175,16 @@ mod tests {
         assert_eq!(denials[0].path, None);
         let denials = told(ALL, 6, "curl: (6) Could not resolve host: example.com").unwrap();
         assert_eq!(denials[0].kind, DenialKind::Network);
+        let denials = told(ALL, 128, "fatal: cannot mkdir /w/.git: File exists").unwrap();
+        assert_eq!(denials[0].kind, DenialKind::FileSystem);
+        assert!(
+            told(
+                ALL,
+                2,
+                "sh: 1: cannot create .codex: No such device or address"
+            )
+            .is_some()
+        );
         assert!(told(ALL, 159, "").is_some());
         assert!(classify(ALL, 159, Some(libc::SIGSYS), std::iter::empty()).is_some());
         // The text is split across two chunks.
@@ -182,5 +209,11 @@ mod tests {
         };
         assert_eq!(told(open, 1, "cat: x: Permission denied"), None);
         assert_eq!(told(open, 1, "Network is unreachable"), None);
+        assert_eq!(told(ALL, 1, "mkdir: cannot create 'x': File exists"), None);
+        let free = DenialFacts {
+            occupies_names: false,
+            ..ALL
+        };
+        assert_eq!(told(free, 1, "cannot mkdir .git: File exists"), None);
     }
 }

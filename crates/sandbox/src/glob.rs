@@ -3,11 +3,12 @@
 //! Owns the directory walk and its limits. Files that are created later are not matched; the
 //! reference implementation has the same limitation.
 
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 
-use super::policy::{Disk, PathType};
+use super::policy::{Disk, PathType, PolicyError};
 
 /// Prefix of a pattern that stands for each project root.
 const ROOTS: &str = "codex-project-roots://";
@@ -39,6 +40,14 @@ pub enum GlobError {
         "deny patterns match more than {MAX_MATCHES} files, or the walk meets more than {MAX_VISITED}"
     )]
     TooMany,
+    /// A path could not be examined.
+    #[error("cannot expand deny patterns: `{path}`: {source}", path = path.display())]
+    Disk {
+        /// The path.
+        path: PathBuf,
+        /// The system error.
+        source: io::Error,
+    },
 }
 
 /// Replaces the prefix of a relative pattern by each root.
@@ -110,9 +119,13 @@ pub(super) fn matches(
             if visited > MAX_VISITED {
                 return Err(GlobError::TooMany);
             }
-            // A path that this process cannot read cannot be read by the sandboxed process either.
-            let Ok(Some(kind)) = disk.kind(&path) else {
-                continue;
+            let kind = match disk.kind(&path) {
+                Ok(Some(kind)) => kind,
+                Ok(None) => continue,
+                Err(error) => {
+                    found.extend(closed(&path, error, disk)?);
+                    continue;
+                }
             };
             if set.is_match(&path) {
                 if found.len() == MAX_MATCHES {
@@ -120,20 +133,53 @@ pub(super) fn matches(
                 }
                 // Resolve links: a mask cannot be mounted on a link, and the target must be hidden
                 // as well.
-                if let Ok(target) = super::policy::resolved(&path, disk) {
-                    found.extend(target);
+                match super::policy::resolved(&path, disk) {
+                    Ok(target) => found.extend(target),
+                    Err(PolicyError::Disk { path, source }) => {
+                        found.extend(closed(&path, source, disk)?);
+                    }
+                    Err(_) => {}
                 }
                 continue;
             }
             if kind == PathType::Directory && depth.is_none_or(|depth| level < depth) {
-                let names = disk.names(&path).unwrap_or_default();
-                ahead.extend(names.into_iter().map(|name| (path.join(name), level + 1)));
+                match disk.names(&path) {
+                    Ok(names) => {
+                        ahead.extend(names.into_iter().map(|name| (path.join(name), level + 1)));
+                    }
+                    Err(error) => found.extend(closed(&path, error, disk)?),
+                }
             }
         }
     }
     found.sort();
     found.dedup();
     Ok(found)
+}
+
+/// Returns the directory to deny because a path cannot be examined: the sandboxed process could make
+/// the directory accessible, and read files in it that match. Directories of other users stay
+/// inaccessible to it.
+fn closed(path: &Path, error: io::Error, disk: &dyn Disk) -> Result<Option<PathBuf>, GlobError> {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => {
+            Ok(super::policy::closed_by_owner(path, disk).map(|closed| {
+                super::policy::resolved(&closed, disk)
+                    .ok()
+                    .flatten()
+                    .unwrap_or(closed)
+            }))
+        }
+        // Removed meanwhile; or the answer is not cached, and the caller resolves the policy again.
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::WouldBlock => {
+            Ok(None)
+        }
+        _ if error.raw_os_error() == Some(libc::ELOOP) => Ok(None),
+        _ => Err(GlobError::Disk {
+            path: path.to_owned(),
+            source: error,
+        }),
+    }
 }
 
 fn compile(pattern: &str) -> Result<GlobSet, GlobError> {
@@ -154,8 +200,7 @@ fn compile(pattern: &str) -> Result<GlobSet, GlobError> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
+    use super::super::policy::Owner;
     use super::super::policy::tests::MemoryDisk;
     use super::*;
 
@@ -187,6 +232,29 @@ mod tests {
         assert_eq!(found("/w/\\[x\\]/*.env", None), ["/w/[x]/e.env"]);
         assert_eq!(found("/w/{sub,no}/c.env", None), ["/w/sub/c.env"]);
         assert_eq!(found("/w/s*", None), ["/w/sub"]);
+    }
+
+    #[test]
+    fn matches_denies_own_directories_that_cannot_be_examined() {
+        let items = [
+            "/w/a.env",
+            "/w/own/",
+            "/w/x.env -> own/y",
+            "/other/",
+            "/w/list/",
+        ];
+        let tree = MemoryDisk::new(&items)
+            .closed("/w/own", 0, Owner::Own)
+            .closed("/w/list", 0o4, Owner::Own)
+            .closed("/other", 0, Owner::Other);
+        let found = |pattern: &str| matches(&[pattern.to_owned()], None, &tree).unwrap();
+        let denied = |paths: &[&str]| -> Vec<PathBuf> { paths.iter().map(PathBuf::from).collect() };
+        assert_eq!(
+            found("/w/**/*.env"),
+            denied(&["/w/a.env", "/w/list", "/w/own"])
+        );
+        assert_eq!(found("/other/**/*.env"), denied(&[]));
+        assert_eq!(found("/w/own/deep/*.env"), denied(&["/w/own"]));
     }
 
     #[test]

@@ -36,8 +36,8 @@ use serde::{Deserialize, Serialize};
 
 use super::host::{self, HostFeatures};
 use super::plan::{
-    Confinement, Landlock, LoopbackListeners, NamespaceBase, SandboxPlan, SandboxedCommand,
-    SystemText,
+    Confinement, FileService, Landlock, LoopbackListeners, NamespaceBase, SandboxPlan,
+    SandboxedCommand, SystemText,
 };
 use super::standby::{self, LauncherSetup, SpareLaunchers};
 use super::{OrderFile, view};
@@ -67,8 +67,8 @@ const NAME: &CStr = c"exec-server";
 const FAILED: c_int = 125;
 
 /// Serves file requests on a socket, in a process that is confined already; gets the paths of the
-/// mounts in its view.
-pub type RequestLoop = fn(&OwnedFd, &[SystemText]) -> !;
+/// mounts in its view, and those that no request may create.
+pub type RequestLoop = fn(&OwnedFd, &[SystemText], &[SystemText]) -> !;
 
 /// Set if this program called [`dispatch`], so that it can be a launcher.
 static REQUEST_LOOP: OnceLock<RequestLoop> = OnceLock::new();
@@ -78,8 +78,8 @@ static REQUEST_LOOP: OnceLock<RequestLoop> = OnceLock::new();
 pub(crate) enum LaunchOrder {
     /// Run a command.
     Run(Box<SandboxPlan>),
-    /// Serve file requests with this confinement.
-    Serve(Box<Confinement>),
+    /// Serve file requests.
+    Serve(Box<FileService>),
     /// Report what this machine can enforce.
     Probe,
     /// Keep running, and fork launchers on request.
@@ -445,8 +445,8 @@ fn give_up(report: &OwnedFd, failure: LaunchFailure) -> ! {
 enum LaunchWork {
     /// Run a command, and write its usage to this file.
     Command(SandboxedCommand, OrderFile),
-    /// Serve file requests on this socket.
-    Files(OwnedFd),
+    /// Serve file requests on this socket, which create none of these paths.
+    Files(OwnedFd, Vec<SystemText>),
 }
 
 impl LaunchWork {
@@ -474,9 +474,10 @@ impl LauncherTask {
                 }
                 (plan.confinement, LaunchWork::Command(plan.command, ledger))
             }
-            (LaunchOrder::Serve(confinement), Some(socket)) => {
-                (*confinement, LaunchWork::Files(socket))
-            }
+            (LaunchOrder::Serve(service), Some(socket)) => (
+                service.confinement,
+                LaunchWork::Files(socket, service.unborn),
+            ),
             _ => give_up(&report, failed(LaunchStep::Order, b"", Errno::BADF)),
         };
         Self {
@@ -499,7 +500,7 @@ fn begin(token: OneThread, charge: LauncherTask) -> ! {
                 drop(report);
                 let ledger = match work {
                     LaunchWork::Command(_, ledger) => Some(ledger),
-                    LaunchWork::Files(_) => None,
+                    LaunchWork::Files(..) => None,
                 };
                 watch(token, first, end, ledger)
             }
@@ -516,12 +517,12 @@ fn begin(token: OneThread, charge: LauncherTask) -> ! {
     }
     match work {
         LaunchWork::Command(command, _) => execute(token, &command, &report),
-        LaunchWork::Files(socket) => serve(&confinement, &socket, report),
+        LaunchWork::Files(socket, unborn) => serve(&confinement, &socket, &unborn, report),
     }
 }
 
 /// Serves file requests in this process, which is already confined.
-fn serve(confinement: &Confinement, socket: &OwnedFd, report: OwnedFd) -> ! {
+fn serve(confinement: &Confinement, socket: &OwnedFd, unborn: &[SystemText], report: OwnedFd) -> ! {
     let _ = confine::limit(libc::RLIMIT_CORE, 0);
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
     tell(&report, &LaunchReport::Started);
@@ -529,7 +530,7 @@ fn serve(confinement: &Confinement, socket: &OwnedFd, report: OwnedFd) -> ! {
     let mounts = confinement.namespaces.iter().flat_map(|view| &view.mounts);
     let laid: Vec<SystemText> = mounts.map(|mount| mount.path.clone()).collect();
     match REQUEST_LOOP.get() {
-        Some(serve) => serve(socket, &laid),
+        Some(serve) => serve(socket, &laid, unborn),
         None => confine::exit(FAILED),
     }
 }
@@ -772,7 +773,7 @@ fn first(
     };
     let command = match work {
         LaunchWork::Command(command, _) => command,
-        LaunchWork::Files(socket) => serve(&confinement, &socket, report),
+        LaunchWork::Files(socket, unborn) => serve(&confinement, &socket, &unborn, report),
     };
     let command = match confine::lend(token, || lead_session(token, &command, &report)) {
         Ok(pid) => pid,
@@ -845,10 +846,14 @@ fn confine_self(confinement: &Confinement) -> Result<(), LaunchFailure> {
         };
         dropped().map_err(|error| failed(LaunchStep::Capabilities, b"", error))?;
     }
+    if confinement.drop_machine_capabilities {
+        drop_machine_capabilities()
+            .map_err(|error| failed(LaunchStep::Capabilities, b"", error))?;
+    }
     rustix::thread::set_no_new_privs(true)
         .map_err(|error| failed(LaunchStep::Capabilities, b"", error))?;
     if let Some(landlock) = &confinement.landlock {
-        restrict(landlock).map_err(|error| failed(LaunchStep::Landlock, b"", error))?;
+        restrict(landlock)?;
     }
     for program in &confinement.seccomp {
         let program: Vec<_> = program
@@ -871,26 +876,67 @@ fn confine_self(confinement: &Confinement) -> Result<(), LaunchFailure> {
     Ok(())
 }
 
+/// Drops the capabilities with which root could reach the memory of other processes, the kernel or
+/// the network. Those for files stay.
+fn drop_machine_capabilities() -> io::Result<()> {
+    const DROPPED: CapabilitySet = CapabilitySet::SYS_ADMIN
+        .union(CapabilitySet::SYS_PTRACE)
+        .union(CapabilitySet::SYS_MODULE)
+        .union(CapabilitySet::SYS_RAWIO)
+        .union(CapabilitySet::SYS_BOOT)
+        .union(CapabilitySet::SYSLOG)
+        .union(CapabilitySet::PERFMON)
+        .union(CapabilitySet::BPF)
+        .union(CapabilitySet::CHECKPOINT_RESTORE)
+        .union(CapabilitySet::NET_ADMIN)
+        .union(CapabilitySet::NET_RAW);
+    for capability in DROPPED.iter() {
+        match rustix::thread::remove_capability_from_bounding_set(capability) {
+            // Without the privilege to do so, this process has no capabilities to drop. Older
+            // kernels do not know the newest ones.
+            Ok(()) | Err(Errno::PERM | Errno::INVAL) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    rustix::thread::clear_ambient_capability_set()?;
+    let own = rustix::thread::capabilities(None)?;
+    let kept = rustix::thread::CapabilitySets {
+        effective: own.effective.difference(DROPPED),
+        permitted: own.permitted.difference(DROPPED),
+        inheritable: own.inheritable.difference(DROPPED),
+    };
+    rustix::thread::set_capabilities(None, kept)?;
+    Ok(())
+}
+
 /// Applies Landlock rules as far as this kernel supports them. The plan has already refused the
 /// policy or reported the rest as missing.
-fn restrict(plan: &Landlock) -> io::Result<()> {
+fn restrict(plan: &Landlock) -> Result<(), LaunchFailure> {
     use landlock::{
         ABI, Access as _, AccessFs, BitFlags, CompatLevel, Compatible as _, PathBeneath, Ruleset,
         RulesetAttr as _, RulesetCreatedAttr as _, Scope,
     };
-    let other = |error: landlock::RulesetError| io::Error::other(error.to_string());
+    let other = |error: landlock::RulesetError| {
+        failed(
+            LaunchStep::Landlock,
+            b"",
+            io::Error::other(error.to_string()),
+        )
+    };
     let abi = ABI::V6;
     let write = AccessFs::from_write(abi);
     let read = AccessFs::from_read(abi);
-    let handled = if plan.handle_read {
-        write | read
-    } else {
-        write
-    };
-    let mut ruleset = Ruleset::default()
-        .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(handled)
-        .map_err(other)?;
+    let mut handled = BitFlags::EMPTY;
+    if plan.handle_write {
+        handled |= write;
+    }
+    if plan.handle_read {
+        handled |= read;
+    }
+    let mut ruleset = Ruleset::default().set_compatibility(CompatLevel::BestEffort);
+    if !handled.is_empty() {
+        ruleset = ruleset.handle_access(handled).map_err(other)?;
+    }
     if plan.scoped {
         ruleset = ruleset.scope(Scope::from_all(abi)).map_err(other)?;
     }
@@ -901,18 +947,29 @@ fn restrict(plan: &Landlock) -> io::Result<()> {
         if is_directory { all } else { all & on_files }
     };
     for (path, writable) in &plan.rules {
-        let flags = OFlags::PATH | OFlags::CLOEXEC;
-        let path = Path::new(OsStr::from_bytes(path));
-        // A path that does not exist needs no rule.
-        let Ok(fd) = rustix::fs::open(path, flags, Mode::empty()) else {
-            continue;
+        let failed = |error: io::Error| failed(LaunchStep::Landlock, path, error);
+        let fd = match view::find_existing(Path::new(OsStr::from_bytes(path))) {
+            Ok(fd) => fd,
+            // A path that does not exist needs no rule, and neither does one that this process may
+            // not reach.
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::ACCESS) => continue,
+            // The system may provide a device as a link; only root can replace it.
+            Err(Errno::LOOP) if path == b"/dev/ptmx" => {
+                rustix::fs::open(c"/dev/ptmx", OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
+                    .map_err(|error| failed(error.into()))?
+            }
+            // A link has replaced the path since the policy was resolved.
+            Err(error) => return Err(failed(error.into())),
         };
-        ruleset = add(ruleset, fd, |is_directory| grants(is_directory, *writable))?;
+        ruleset =
+            add(ruleset, fd, |is_directory| grants(is_directory, *writable)).map_err(failed)?;
     }
     // The terminal was opened outside; programs open it again through `/dev/stderr`.
     if rustix::termios::isatty(rustix::stdio::stdin()) {
-        let terminal = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
-        ruleset = add(ruleset, terminal, |is_directory| grants(is_directory, true))?;
+        let terminal = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)
+            .map_err(|error| failed(LaunchStep::Landlock, b"", error))?;
+        ruleset = add(ruleset, terminal, |is_directory| grants(is_directory, true))
+            .map_err(|error| failed(LaunchStep::Landlock, b"", error))?;
     }
     ruleset.restrict_self().map_err(other)?;
     return Ok(());

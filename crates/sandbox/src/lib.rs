@@ -46,7 +46,7 @@ use self::denial::DenialFacts;
 use self::host::HostFeatures;
 use self::launcher::{LaunchFailure, LaunchOrder, LaunchReport, LaunchStep};
 use self::placeholder::{HoldResult, Placeholder};
-use self::plan::{Confinement, NamespaceBase, SandboxPlan, SandboxedCommand};
+use self::plan::{Confinement, FileService, NamespaceBase, SandboxPlan, SandboxedCommand};
 use self::policy::{Disk as _, PathType, PolicyDirectories, RealDisk, ResolvedPolicy};
 use self::standby::Standby;
 use exec_server_sys::launch::{Launch, launch};
@@ -70,6 +70,20 @@ pub struct PreparedSandbox {
     pub facts: DenialFacts,
     /// Held until the command has ended.
     pub placeholders: Vec<Placeholder>,
+    /// Paths that a file helper must not create.
+    unborn: Vec<PathBuf>,
+    /// Whether the command can connect to sockets outside the sandbox.
+    connects: bool,
+}
+
+/// What a sandbox is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    /// A command: placeholders keep it from creating the paths of rules that do not exist.
+    Command,
+    /// File requests: the helper itself refuses to create these paths. A placeholder would be seen by
+    /// other programs, and creating it would take longer than most requests.
+    Files,
 }
 
 impl PreparedSandbox {
@@ -84,6 +98,8 @@ impl PreparedSandbox {
             },
             facts: DenialFacts::default(),
             placeholders: Vec::new(),
+            unborn: Vec::new(),
+            connects: false,
         }
     }
 
@@ -96,6 +112,11 @@ impl PreparedSandbox {
     /// process group.
     pub fn has_namespaces(&self) -> bool {
         self.confinement.namespaces.is_some()
+    }
+
+    /// Returns whether the command can connect to sockets outside the sandbox.
+    pub fn connects(&self) -> bool {
+        self.connects
     }
 
     /// Returns the namespaces of the command.
@@ -136,7 +157,8 @@ pub fn prepare(
         reads_only: false,
     };
     let policy = policy::resolve(sandbox, &context).map_err(|error| refused(&error))?;
-    confine(policy, sandbox.allow_partial_enforcement, host, network)
+    let allow_partial = sandbox.allow_partial_enforcement;
+    confine(policy, allow_partial, host, network, Purpose::Command)
 }
 
 /// Decides how to give a command a private network, without other restrictions.
@@ -152,31 +174,50 @@ pub fn prepare_network(
         view: None,
         network: NetworkPermission::Enabled,
     };
-    confine(policy, false, host, Some(network))
+    confine(policy, false, host, Some(network), Purpose::Command)
 }
 
-/// Decides how to enforce a resolved policy, and creates the placeholders that it needs.
+/// Decides how to enforce a resolved policy for a process that serves file requests.
 ///
 /// # Errors
 ///
 /// If this machine cannot enforce it.
-pub fn confine(
+pub fn prepare_files(
+    policy: ResolvedPolicy,
+    allow_partial: bool,
+    host: &HostFeatures,
+) -> Result<PreparedSandbox, SandboxError> {
+    confine(policy, allow_partial, host, None, Purpose::Files)
+}
+
+/// Decides how to enforce a resolved policy, and creates the placeholders that a command needs.
+fn confine(
     mut policy: ResolvedPolicy,
     allow_partial: bool,
     host: &HostFeatures,
     network: Option<&PrivateNetwork>,
+    purpose: Purpose,
 ) -> Result<PreparedSandbox, SandboxError> {
     let refused = |error: &dyn std::fmt::Display| SandboxError::Refused(error.to_string());
     let disk = RealDisk;
     let mut placeholders = Vec::new();
+    let mut unborn = Vec::new();
     let root = rustix::process::geteuid().is_root();
     if let Some(view) = &mut policy.view
         && host.mounts().is_ok()
     {
         for path in std::mem::take(&mut view.missing) {
+            if purpose == Purpose::Files {
+                view.rules.remove(&path);
+                unborn.push(path);
+                continue;
+            }
             match placeholder::hold(&path) {
-                Ok(HoldResult::Held(held)) => {
+                Ok(HoldResult::Held(held, is_link)) => {
                     placeholders.push(held);
+                    if is_link {
+                        view.pins.insert(path.clone());
+                    }
                     view.missing.insert(path);
                 }
                 Ok(HoldResult::Exists) => {}
@@ -215,12 +256,19 @@ pub fn confine(
             .is_some_and(|view| view.hides() || root)
             || confinement.namespaces.is_none() && confinement.landlock.is_some(),
         network: policy.network == NetworkPermission::Restricted || network.is_some(),
+        occupies_names: !placeholders.is_empty(),
     };
+    let connects = facts.confined
+        && network.map_or(policy.network == NetworkPermission::Enabled, |network| {
+            network.unix_sockets
+        });
     Ok(PreparedSandbox {
         confinement,
         enforcement,
         facts,
         placeholders,
+        unborn,
+        connects,
     })
 }
 
@@ -284,7 +332,11 @@ impl PendingLaunch {
 
     /// Creates an order to serve file requests, and the server's end of the socket for them.
     pub fn serve(prison: &PreparedSandbox) -> io::Result<(OwnedFd, Self)> {
-        let mut errand = Self::new(&LaunchOrder::Serve(Box::new(prison.confinement.clone())))?;
+        let text = |path: &PathBuf| path.as_os_str().as_bytes().to_vec();
+        let mut errand = Self::new(&LaunchOrder::Serve(Box::new(FileService {
+            confinement: prison.confinement.clone(),
+            unborn: prison.unborn.iter().map(text).collect(),
+        })))?;
         let (ours, theirs) = rustix::net::socketpair(
             AddressFamily::UNIX,
             SocketType::STREAM,

@@ -40,6 +40,15 @@ pub struct SandboxPlan {
     pub confinement: Confinement,
 }
 
+/// Complete task of a launcher that serves file requests.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileService {
+    /// The confinement of the process.
+    pub confinement: Confinement,
+    /// Paths that no request may create; they contain no links.
+    pub unborn: Vec<SystemText>,
+}
+
 /// Command to run.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SandboxedCommand {
@@ -64,6 +73,8 @@ pub struct Confinement {
     pub namespaces: Option<Namespaces>,
     /// Drop every capability irrevocably.
     pub drop_capabilities: bool,
+    /// Drop the capabilities that reach beyond files, irrevocably.
+    pub drop_machine_capabilities: bool,
     /// Landlock rules.
     pub landlock: Option<Landlock>,
     /// System call filters, in the order in which they are installed.
@@ -176,9 +187,14 @@ pub enum MountKind {
 
 /// Landlock rules: allowed access below each path. Access that is handled but not granted is
 /// denied.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+///
+/// Independent of its rules, a Landlock domain denies access to the memory, descriptors and
+/// environment of every process outside it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Landlock {
-    /// Whether reading is restricted as well as writing.
+    /// Whether writing is restricted.
+    pub handle_write: bool,
+    /// Whether reading is restricted.
     pub handle_read: bool,
     /// Whether signals and abstract unix sockets are confined to the sandbox.
     pub scoped: bool,
@@ -227,11 +243,15 @@ pub fn build(
         let told = |why| UnenforceablePolicy(format!("managed network: {why}"));
         host.private_network().map_err(told)?;
     }
+    // A policy without a view still must not let the command reach the server through `/proc`. A
+    // Landlock domain that confines signals changes nothing else.
+    let domain = private.is_none() && host.landlock >= SCOPED_ABI;
     // A private network needs namespaces; without a view, all files stay as they are in them.
-    let everything = private.map(|_| AccessRules {
+    let everything = (private.is_some() || !domain && host.mounts().is_ok()).then(|| AccessRules {
         rules: [(PathBuf::from("/"), PathAccess::Write)].into(),
         ..AccessRules::default()
     });
+    let mut metadata_frozen = false;
     if let Some(view) = policy.view.as_ref().or(everything.as_ref()) {
         confinement.drop_capabilities = true;
         mechanisms.push("capabilities");
@@ -249,7 +269,7 @@ pub fn build(
             }
         } else {
             let why = host.mounts().err().unwrap_or_default();
-            only_landlock(
+            metadata_frozen = only_landlock(
                 view,
                 host,
                 &why,
@@ -258,7 +278,22 @@ pub fn build(
                 &mut missing,
             )?;
         }
+    } else if domain {
+        confinement.landlock = Some(Landlock {
+            scoped: true,
+            ..Landlock::default()
+        });
+        // With some capabilities, root could read the memory of every process nevertheless.
+        confinement.drop_machine_capabilities = true;
+        mechanisms.extend(["capabilities", "landlock"]);
+    } else {
+        missing.push(format!(
+            "no access to the memory of other processes, no signals to them (Landlock ABI {}, and {})",
+            host.landlock,
+            host.mounts().err().unwrap_or_default(),
+        ));
     }
+    let separate = confinement.namespaces.is_some();
     let filter = FilterPurpose {
         traffic: match private {
             Some(network) if network.unix_sockets => SocketAccess::PrivateAndUnix,
@@ -267,7 +302,9 @@ pub fn build(
             None => SocketAccess::All,
         },
         // A process that could enter other namespaces could use their network.
-        view_restricted: policy.view.is_some() || private.is_some(),
+        view_restricted: policy.view.is_some() || separate,
+        sees_processes: !separate,
+        metadata_frozen,
     };
     match seccomp::programs(filter) {
         Ok(programs) if host.seccomp => {
@@ -423,6 +460,7 @@ fn second_wall(view: &AccessRules, host: &HostFeatures) -> Landlock {
         .map(|(path, _)| (text(path), true));
     let always = ALWAYS_WRITABLE.map(|path| (text(path), true));
     Landlock {
+        handle_write: true,
         handle_read: false,
         scoped: host.landlock >= SCOPED_ABI,
         rules: writable.chain(always).collect(),
@@ -437,6 +475,9 @@ const TRUNCATE_ABI: u32 = 3;
 
 /// Landlock without namespaces: rules that restrict access inside a granted path cannot be
 /// expressed.
+///
+/// Landlock does not restrict changes of modes, owners, times and attributes. Returns whether a
+/// system call filter must reject all of them, because no path is writable.
 fn only_landlock(
     view: &AccessRules,
     host: &HostFeatures,
@@ -444,7 +485,7 @@ fn only_landlock(
     confinement: &mut Confinement,
     mechanisms: &mut Vec<&'static str>,
     missing: &mut Vec<String>,
-) -> Result<(), UnenforceablePolicy> {
+) -> Result<bool, UnenforceablePolicy> {
     if host.landlock == 0 {
         return Err(UnenforceablePolicy(format!(
             "{why}; Landlock is not available either"
@@ -464,7 +505,16 @@ fn only_landlock(
         missing.push(format!("no replacing of `{}` ({why})", pin.display()));
     }
     if count == 0 && view.access(Path::new("/")) == PathAccess::Write {
-        return Ok(());
+        return Ok(false);
+    }
+    let metadata_frozen = view
+        .rules
+        .values()
+        .all(|&access| access != PathAccess::Write);
+    if !metadata_frozen {
+        missing.push(format!(
+            "no change of modes, owners, times and attributes of other files ({why})"
+        ));
     }
     if host.landlock < TRUNCATE_ABI {
         missing.push(format!("no truncation (Landlock ABI {})", host.landlock));
@@ -495,12 +545,13 @@ fn only_landlock(
         rules.extend(["/dev/urandom", "/dev/random", "/proc"].map(|path| (text(path), false)));
     }
     confinement.landlock = Some(Landlock {
+        handle_write: true,
         handle_read,
         scoped: host.landlock >= SCOPED_ABI,
         rules,
     });
     mechanisms.push("landlock");
-    Ok(())
+    Ok(metadata_frozen)
 }
 
 #[cfg(test)]

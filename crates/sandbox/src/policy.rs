@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsString;
 use std::io;
 use std::os::unix::ffi::OsStringExt as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
 use exec_server_protocol::sandbox::{
@@ -17,7 +18,7 @@ use exec_server_protocol::sandbox::{
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use rustix::io::Errno;
 
-use super::glob;
+use super::{glob, placeholder};
 
 /// Names directly under a writable root whose content controls tools of the host: read-only unless
 /// an entry makes them writable.
@@ -88,7 +89,8 @@ pub enum PathType {
 
 /// Disk access of policy resolution.
 pub trait Disk {
-    /// Returns the type of the file at a path; `None` if it does not exist.
+    /// Returns the type of the file at a path; `None` if it does not exist, or is a placeholder of
+    /// a name that does not exist.
     ///
     /// # Errors
     ///
@@ -109,8 +111,23 @@ pub trait Disk {
     /// If it cannot be read.
     fn names(&self, path: &Path) -> io::Result<Vec<OsString>>;
 
-    /// Returns whether this directory is a placeholder of a protected name.
-    fn is_placeholder(&self, path: &Path) -> bool;
+    /// Returns who owns a path; the last link is not followed.
+    ///
+    /// # Errors
+    ///
+    /// If the system cannot determine it.
+    fn owner(&self, path: &Path) -> io::Result<Owner>;
+}
+
+/// Owner of a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Owner {
+    /// The user of the server, which is also that of sandboxed processes: they can change its mode.
+    Own,
+    /// The administrator.
+    Root,
+    /// Any other user.
+    Other,
 }
 
 /// Context of policy resolution.
@@ -223,6 +240,12 @@ pub fn resolve(
     sandbox: &Sandbox,
     context: &PolicyDirectories<'_>,
 ) -> Result<ResolvedPolicy, PolicyError> {
+    // Working directories of another platform are refused even if no entry depends on them.
+    let replaced = sandbox.policy_context.as_ref();
+    let replaced = replaced.and_then(|context| context.cwd.as_ref());
+    for cwd in sandbox.cwd.iter().chain(replaced) {
+        native(cwd)?;
+    }
     let (entries, depth, network) = match &sandbox.permissions {
         Permissions::Disabled => {
             return Ok(ResolvedPolicy {
@@ -413,13 +436,6 @@ fn follow(path: &Path, disk: &dyn Disk) -> Result<ResolvedTarget, PolicyError> {
                 ahead.extend(parts(&to));
                 links.push((next, to));
             }
-            Some(PathType::Directory) if disk.is_placeholder(&next) => {
-                return Ok(ResolvedTarget {
-                    path: next,
-                    exists: false,
-                    links,
-                });
-            }
             Some(_) => here = next,
         }
     }
@@ -431,9 +447,32 @@ fn follow(path: &Path, disk: &dyn Disk) -> Result<ResolvedTarget, PolicyError> {
 }
 
 /// Returns the target of a path, if it exists.
-pub(super) fn resolved(path: &Path, disk: &dyn Disk) -> Result<Option<PathBuf>, PolicyError> {
+///
+/// # Errors
+///
+/// If a part of the path cannot be examined.
+pub fn resolved(path: &Path, disk: &dyn Disk) -> Result<Option<PathBuf>, PolicyError> {
     let target = follow(path, disk)?;
     Ok(target.exists.then_some(target.path))
+}
+
+/// Returns the first name of a path that does not exist, after all links are followed; `None` if all
+/// of it exists.
+///
+/// # Errors
+///
+/// If a part of the path cannot be examined.
+pub fn first_missing(path: &Path) -> Result<Option<PathBuf>, PolicyError> {
+    let target = follow(path, &RealDisk)?;
+    Ok((!target.exists).then_some(target.path))
+}
+
+/// Returns the directory that keeps a path from being examined, if a sandboxed process could make it
+/// accessible because its user owns it.
+pub(super) fn closed_by_owner(path: &Path, disk: &dyn Disk) -> Option<PathBuf> {
+    let mut above = path.ancestors();
+    let closed = above.find(|path| matches!(disk.kind(path), Ok(Some(_))))?;
+    matches!(disk.owner(closed), Ok(Owner::Own)).then(|| closed.to_owned())
 }
 
 /// Returns the components of a path, the last first.
@@ -527,10 +566,12 @@ fn protect(
     entries: &[AbsoluteEntry],
     disk: &dyn Disk,
 ) -> Result<(), PolicyError> {
+    // Only an entry for the name itself lifts its protection. One for a path below it grants that
+    // path alone.
     let granted = |path: &Path| {
         entries
             .iter()
-            .any(|entry| entry.access == PathAccess::Write && entry.path.starts_with(path))
+            .any(|entry| entry.access == PathAccess::Write && entry.path == path)
     };
     let roots: Vec<PathBuf> = view
         .rules
@@ -539,12 +580,11 @@ fn protect(
         .map(|(path, _)| path.clone())
         .collect();
     for root in roots {
-        let kind = |path: &Path| {
-            disk.kind(path).map_err(|source| PolicyError::Disk {
-                path: path.to_owned(),
-                source,
-            })
+        let failed = |path: &Path| {
+            let path = path.to_owned();
+            move |source| PolicyError::Disk { path, source }
         };
+        let kind = |path: &Path| disk.kind(path).map_err(failed(path));
         if kind(&root)? != Some(PathType::Directory) {
             continue;
         }
@@ -557,12 +597,14 @@ fn protect(
             if view.rules.contains_key(&path) && found != Some(PathType::File) {
                 continue;
             }
+            // Another user can create the name in a shared directory such as `/tmp`. Tools ignore
+            // such links and repositories, and they must not decide what is writable.
+            let is_foreign = || match disk.owner(&path) {
+                Ok(owner) => Ok(owner == Owner::Other),
+                Err(source) => Err(failed(&path)(source)),
+            };
             match found {
                 None => {
-                    view.rules.insert(path.clone(), PathAccess::Read);
-                    view.missing.insert(path);
-                }
-                Some(PathType::Directory) if disk.is_placeholder(&path) => {
                     view.rules.insert(path.clone(), PathAccess::Read);
                     view.missing.insert(path);
                 }
@@ -571,12 +613,15 @@ fn protect(
                 }
                 Some(PathType::Link(_)) => {
                     view.pins.insert(path.clone());
-                    read_only(view, &path, disk)?;
+                    if !is_foreign()? {
+                        read_only(view, &path, disk)?;
+                    }
                 }
                 Some(PathType::File) => {
                     view.rules.entry(path.clone()).or_insert(PathAccess::Read);
                     if name == ".git"
-                        && let Some(target) = git_directory(&path, disk)
+                        && !is_foreign()?
+                        && let Some(target) = git_directory(&path, disk).map_err(failed(&path))?
                     {
                         read_only(view, &root.join(target), disk)?;
                     }
@@ -589,7 +634,21 @@ fn protect(
 
 /// Removes write access to the target of a path.
 fn read_only(view: &mut AccessRules, path: &Path, disk: &dyn Disk) -> Result<(), PolicyError> {
-    let target = follow(path, disk)?;
+    let target = match follow(path, disk) {
+        Ok(target) => target,
+        // Nothing can be written through a path that leads nowhere, and the links at its beginning
+        // are fixed by the caller.
+        Err(PolicyError::Disk { source, .. }) if source.raw_os_error() == Some(libc::ELOOP) => {
+            return Ok(());
+        }
+        Err(PolicyError::Disk { path, source })
+            if source.kind() == io::ErrorKind::PermissionDenied
+                && closed_by_owner(&path, disk).is_none() =>
+        {
+            return Ok(());
+        }
+        Err(error) => return Err(error),
+    };
     for (link, _) in target.links {
         if view.access(&link) == PathAccess::Write {
             view.pins.insert(link);
@@ -605,11 +664,22 @@ fn read_only(view: &mut AccessRules, path: &Path, disk: &dyn Disk) -> Result<(),
 }
 
 /// Returns the directory that a `.git` file points to.
-fn git_directory(path: &Path, disk: &dyn Disk) -> Option<PathBuf> {
-    let head = disk.head(path).ok()?;
-    let line = head.split(|&byte| byte == b'\n').next()?;
-    let target = line.strip_prefix(b"gitdir:")?.trim_ascii();
-    (!target.is_empty()).then(|| PathBuf::from(OsString::from_vec(target.to_vec())))
+fn git_directory(path: &Path, disk: &dyn Disk) -> io::Result<Option<PathBuf>> {
+    let head = match disk.head(path) {
+        Ok(head) => head,
+        // A pipe or a socket.
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENXIO | libc::EAGAIN)) => {
+            return Ok(None);
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let line = head.split(|&byte| byte == b'\n').next().unwrap_or_default();
+    let Some(target) = line.strip_prefix(b"gitdir:") else {
+        return Ok(None);
+    };
+    let target = target.trim_ascii();
+    Ok((!target.is_empty()).then(|| PathBuf::from(OsString::from_vec(target.to_vec()))))
 }
 
 /// The disk of this machine.
@@ -623,13 +693,15 @@ impl Disk for RealDisk {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error),
         };
-        Ok(Some(if metadata.is_symlink() {
+        let kind = if metadata.is_symlink() {
             PathType::Link(std::fs::read_link(path)?)
         } else if metadata.is_dir() {
             PathType::Directory
         } else {
             PathType::File
-        }))
+        };
+        let placeholder = placeholder::may_be_one(metadata.mode()) && placeholder::is_one(path);
+        Ok((!placeholder).then_some(kind))
     }
 
     fn head(&self, path: &Path) -> io::Result<Vec<u8>> {
@@ -653,8 +725,15 @@ impl Disk for RealDisk {
             .collect()
     }
 
-    fn is_placeholder(&self, path: &Path) -> bool {
-        super::placeholder::is_one(path)
+    fn owner(&self, path: &Path) -> io::Result<Owner> {
+        let owner = rustix::fs::lstat(path)?.st_uid;
+        Ok(if owner == rustix::process::geteuid().as_raw() {
+            Owner::Own
+        } else if owner == 0 {
+            Owner::Root
+        } else {
+            Owner::Other
+        })
     }
 }
 
@@ -714,8 +793,8 @@ impl CachedDisk {
         let wanted = StatxFlags::TYPE | StatxFlags::MODE;
         let found = rustix::fs::statx(&fd, c"", flags, wanted).ok()?;
         match FileType::from_raw_mode(found.stx_mode.into()) {
-            // It may be a placeholder; that depends on its content.
-            FileType::Directory if super::placeholder::may_be_one(found.stx_mode.into()) => None,
+            // It may be a placeholder; that depends on its content or its target.
+            _ if placeholder::may_be_one(found.stx_mode.into()) => None,
             FileType::Directory => Some(Some(PathType::Directory)),
             // The target of a link may have to be read from the disk.
             FileType::Symlink => None,
@@ -767,9 +846,8 @@ impl Disk for CachedDisk {
         self.cannot_tell()
     }
 
-    fn is_placeholder(&self, _: &Path) -> bool {
-        // A possible placeholder is never reported as a directory.
-        false
+    fn owner(&self, _: &Path) -> io::Result<Owner> {
+        self.cannot_tell()
     }
 }
 

@@ -20,6 +20,11 @@ pub struct FilterPurpose {
     pub traffic: SocketAccess,
     /// Whether file access is restricted: then calls that could change the mount view are rejected.
     pub view_restricted: bool,
+    /// Whether the process is in the PID and IPC namespaces of the server: then calls that change
+    /// other processes, or share memory with them, are rejected.
+    pub sees_processes: bool,
+    /// Whether changes of modes, owners, times and attributes of files are rejected.
+    pub metadata_frozen: bool,
 }
 
 /// Sockets that a process may create.
@@ -53,8 +58,15 @@ pub struct FilterError(String);
 /// On an architecture that the filter compiler does not support.
 pub fn programs(filter: FilterPurpose) -> Result<Vec<Vec<Instruction>>, FilterError> {
     type CompiledFilter = Result<Vec<Vec<Instruction>>, FilterError>;
-    static PROGRAMS: [OnceLock<CompiledFilter>; 8] = [const { OnceLock::new() }; 8];
-    let index = 2 * (filter.traffic as usize) + usize::from(filter.view_restricted);
+    static PROGRAMS: [OnceLock<CompiledFilter>; 32] = [const { OnceLock::new() }; 32];
+    let flags = [
+        filter.view_restricted,
+        filter.sees_processes,
+        filter.metadata_frozen,
+    ];
+    let index = flags.iter().fold(filter.traffic as usize, |index, &flag| {
+        2 * index + usize::from(flag)
+    });
     PROGRAMS[index].get_or_init(|| compile(filter)).clone()
 }
 
@@ -184,16 +196,39 @@ fn denied(filter: FilterPurpose) -> Result<SyscallRules, FilterError> {
         }
     }
     // Injection of terminal input, and the clipboard of the console.
-    let mut typing = Vec::new();
+    let mut requests = Vec::new();
     for request in [libc::TIOCSTI, libc::TIOCLINUX] {
         #[allow(
             clippy::unnecessary_cast,
             reason = "the type differs between C libraries"
         )]
         let request = request as u64;
-        typing.push(rule(vec![condition(1, Len::Dword, Op::Eq, request)?])?);
+        requests.push(request);
     }
-    rules.insert(libc::SYS_ioctl, typing);
+    if filter.metadata_frozen {
+        for &call in METADATA {
+            rules.insert(call, Vec::new());
+        }
+        requests.extend(ATTRIBUTE_REQUESTS);
+    }
+    let requests = requests
+        .into_iter()
+        .map(|request| rule(vec![condition(1, Len::Dword, Op::Eq, request)?]));
+    rules.insert(libc::SYS_ioctl, requests.collect::<Result<_, _>>()?);
+    if filter.sees_processes {
+        // Limits of other processes, the server included: 0 is the caller.
+        let other = condition(0, Len::Dword, Op::Ne, 0)?;
+        rules.insert(libc::SYS_prlimit64, vec![rule(vec![other])?]);
+        // Programs in the kernel could read the memory of every process.
+        for call in [libc::SYS_bpf, libc::SYS_perf_event_open] {
+            rules.insert(call, Vec::new());
+        }
+        if filter.view_restricted {
+            for &call in SHARED_MEMORY {
+                rules.insert(call, Vec::new());
+            }
+        }
+    }
     if matches!(
         filter.traffic,
         SocketAccess::Private | SocketAccess::PrivateAndUnix
@@ -207,8 +242,11 @@ fn denied(filter: FilterPurpose) -> Result<SyscallRules, FilterError> {
         };
         let others = families.iter().map(other).collect::<Result<_, _>>()?;
         rules.insert(libc::SYS_socket, vec![rule(others)?]);
-        let pairs = vec![other(&libc::AF_UNIX)?];
-        rules.insert(libc::SYS_socketpair, vec![rule(pairs)?]);
+        let mut pairs = vec![rule(vec![other(&libc::AF_UNIX)?])?];
+        if filter.traffic == SocketAccess::Private {
+            pairs.extend(datagram_kinds()?);
+        }
+        rules.insert(libc::SYS_socketpair, pairs);
     }
     if filter.traffic == SocketAccess::None {
         for call in [
@@ -223,17 +261,7 @@ fn denied(filter: FilterPurpose) -> Result<SyscallRules, FilterError> {
         let unix = u64::from(libc::AF_UNIX.unsigned_abs());
         for call in [libc::SYS_socket, libc::SYS_socketpair] {
             let mut each = vec![rule(vec![condition(0, Len::Dword, Op::Ne, unix)?])?];
-            // A datagram socket accepts an address with each message in memory that a filter cannot
-            // read, so it could reach sockets of the host. Raw unix sockets are datagram sockets.
-            for kind in [libc::SOCK_DGRAM, libc::SOCK_RAW] {
-                let kind = u64::from(kind.unsigned_abs());
-                each.push(rule(vec![condition(
-                    1,
-                    Len::Dword,
-                    Op::MaskedEq(0xf),
-                    kind,
-                )?])?);
-            }
+            each.extend(datagram_kinds()?);
             rules.insert(call, each);
         }
         // `send` is `sendto` without an address.
@@ -242,6 +270,75 @@ fn denied(filter: FilterPurpose) -> Result<SyscallRules, FilterError> {
     }
     Ok(rules)
 }
+
+/// Returns the rules that match datagram sockets of any family.
+///
+/// A datagram socket accepts an address with each message in memory that a filter cannot read, so a
+/// unix one could reach sockets of the host. Raw unix sockets are datagram sockets.
+fn datagram_kinds() -> Result<[SeccompRule; 2], FilterError> {
+    let kind = |kind: libc::c_int| {
+        let kind = u64::from(kind.unsigned_abs());
+        rule(vec![condition(1, Len::Dword, Op::MaskedEq(0xf), kind)?])
+    };
+    Ok([kind(libc::SOCK_DGRAM)?, kind(libc::SOCK_RAW)?])
+}
+
+/// Calls that change the mode, owner, times or attributes of a file.
+const METADATA: &[i64] = &[
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chmod,
+    libc::SYS_fchmod,
+    libc::SYS_fchmodat,
+    libc::SYS_fchmodat2,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chown,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_lchown,
+    libc::SYS_fchown,
+    libc::SYS_fchownat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_utime,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_utimes,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_futimesat,
+    libc::SYS_utimensat,
+    libc::SYS_setxattr,
+    libc::SYS_lsetxattr,
+    libc::SYS_fsetxattr,
+    libc::SYS_removexattr,
+    libc::SYS_lremovexattr,
+    libc::SYS_fremovexattr,
+    SETXATTRAT,
+    REMOVEXATTRAT,
+    FILE_SETATTR,
+];
+
+/// Calls that the C library does not name yet; the numbers are the same on all architectures.
+const SETXATTRAT: i64 = 463;
+const REMOVEXATTRAT: i64 = 466;
+const FILE_SETATTR: i64 = 469;
+
+/// Requests of `ioctl` that change attributes of a file, also through a descriptor for reading:
+/// `FS_IOC_SETFLAGS` for both sizes of a word, `FS_IOC_FSSETXATTR`, `FS_IOC_SETVERSION`.
+const ATTRIBUTE_REQUESTS: [u64; 4] = [0x4008_6602, 0x4004_6602, 0x401c_5820, 0x4008_7602];
+
+/// Memory, semaphores and queues that are shared by name with all processes of the user.
+const SHARED_MEMORY: &[i64] = &[
+    libc::SYS_shmget,
+    libc::SYS_shmat,
+    libc::SYS_shmctl,
+    libc::SYS_semget,
+    libc::SYS_semop,
+    libc::SYS_semtimedop,
+    libc::SYS_semctl,
+    libc::SYS_msgget,
+    libc::SYS_msgsnd,
+    libc::SYS_msgrcv,
+    libc::SYS_msgctl,
+    libc::SYS_mq_open,
+    libc::SYS_mq_unlink,
+];
 
 /// Calls that change the machine or its mounts. Most need a capability that the process does not
 /// have; the filter is a second barrier, and keeps rarely used kernel code out of reach.
@@ -357,10 +454,12 @@ mod tests {
     const STRICT: FilterPurpose = FilterPurpose {
         traffic: SocketAccess::None,
         view_restricted: true,
+        sees_processes: false,
+        metadata_frozen: false,
     };
     const OPEN: FilterPurpose = FilterPurpose {
         traffic: SocketAccess::All,
-        view_restricted: true,
+        ..STRICT
     };
 
     fn strict(call: i64, args: [u64; 6]) -> u32 {
@@ -417,14 +516,69 @@ mod tests {
                 (SocketAccess::Private, private),
                 (SocketAccess::PrivateAndUnix, and_unix),
             ] {
-                let filter = FilterPurpose {
-                    traffic,
-                    view_restricted: true,
-                };
+                let filter = FilterPurpose { traffic, ..STRICT };
                 let number = u32::try_from(call).unwrap();
                 let said = verdict(filter, ARCH, number, [family, 1, 0, 0, 0, 0]);
                 assert_eq!(said, expected, "{call} {family} {traffic:?}");
             }
+        }
+        // Unix datagram pairs carry addresses, which could be those of the host's sockets.
+        for kind in [2, 3, 2 | 0o2_000_000, 3 | 0o4000] {
+            for (traffic, expected) in [
+                (SocketAccess::Private, EPERM),
+                (SocketAccess::PrivateAndUnix, ALLOW),
+                (SocketAccess::None, EPERM),
+            ] {
+                let filter = FilterPurpose { traffic, ..STRICT };
+                let number = u32::try_from(pair).unwrap();
+                let said = verdict(filter, ARCH, number, [1, kind, 0, 0, 0, 0]);
+                assert_eq!(said, expected, "{kind:o} {traffic:?}");
+            }
+        }
+        let number = u32::try_from(libc::SYS_socket).unwrap();
+        let private = FilterPurpose {
+            traffic: SocketAccess::Private,
+            ..STRICT
+        };
+        assert_eq!(verdict(private, ARCH, number, [2, 2, 0, 0, 0, 0]), ALLOW);
+    }
+
+    #[test]
+    fn filter_beside_other_processes_rejects_changes_of_them() {
+        let filter = FilterPurpose {
+            sees_processes: true,
+            ..STRICT
+        };
+        for (call, args, expected) in [
+            (libc::SYS_prlimit64, [0, 7, 1, 0, 0, 0], ALLOW),
+            (libc::SYS_prlimit64, [1, 7, 1, 0, 0, 0], EPERM),
+            (libc::SYS_prlimit64, [1 << 32, 7, 1, 0, 0, 0], ALLOW),
+            (libc::SYS_shmget, [0; 6], EPERM),
+            (libc::SYS_mq_open, [0; 6], EPERM),
+            (libc::SYS_fchmodat, [0; 6], ALLOW),
+        ] {
+            let number = u32::try_from(call).unwrap();
+            assert_eq!(verdict(filter, ARCH, number, args), expected, "{call}");
+        }
+        assert_eq!(strict(libc::SYS_prlimit64, [1, 7, 1, 0, 0, 0]), ALLOW);
+        assert_eq!(strict(libc::SYS_shmget, [0; 6]), ALLOW);
+    }
+
+    #[test]
+    fn filter_with_frozen_metadata_rejects_every_way_to_change_it() {
+        let filter = FilterPurpose {
+            metadata_frozen: true,
+            ..STRICT
+        };
+        for &call in METADATA {
+            let number = u32::try_from(call).unwrap();
+            assert_eq!(verdict(filter, ARCH, number, [0; 6]), EPERM, "{call}");
+            assert_eq!(strict(call, [0; 6]), ALLOW, "{call}");
+        }
+        let ioctl = u32::try_from(libc::SYS_ioctl).unwrap();
+        for request in ATTRIBUTE_REQUESTS {
+            let args = [3, request, 0, 0, 0, 0];
+            assert_eq!(verdict(filter, ARCH, ioctl, args), EPERM, "{request:x}");
         }
     }
 

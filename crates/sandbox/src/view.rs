@@ -420,6 +420,11 @@ fn find(below: impl AsFd, path: &Path) -> rustix::io::Result<OwnedFd> {
     rustix::fs::openat2(below, path, flags, Mode::empty(), resolve)
 }
 
+/// Opens an absolute path; fails if any component is a link.
+pub(super) fn find_existing(path: &Path) -> rustix::io::Result<OwnedFd> {
+    find(root_directory()?, relative(path))
+}
+
 fn is_directory(fd: &OwnedFd) -> io::Result<bool> {
     let stat = rustix::fs::fstat(fd)?;
     Ok(FileType::from_raw_mode(stat.st_mode) == FileType::Directory)
@@ -602,4 +607,24 @@ pub(super) fn try_attributes() -> BuildResult<()> {
 pub(super) fn try_proc() -> BuildResult<()> {
     let proc = fresh("proc", &[])?;
     attach(&proc, here(), c"/proc").map_err(|error| failed(LaunchStep::Mount, b"/proc", error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn find_existing_rejects_links_at_every_component() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().canonicalize().unwrap();
+        std::fs::create_dir_all(path.join("real/below")).unwrap();
+        std::os::unix::fs::symlink("real", path.join("link")).unwrap();
+        assert!(find_existing(&path.join("real/below")).is_ok());
+        for link in ["link", "link/below", "real/../link"] {
+            let found = find_existing(&path.join(link));
+            assert_eq!(found.err(), Some(Errno::LOOP), "{link}");
+        }
+        let missing = find_existing(&path.join("real/missing"));
+        assert_eq!(missing.err(), Some(Errno::NOENT));
+    }
 }

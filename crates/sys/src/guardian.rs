@@ -25,7 +25,8 @@ use rustix::process::{Pid, Signal};
 
 /// Splits this process into guardian and server; returns in the server only.
 ///
-/// `descendants_of` lists the living descendants of a process, for the guardian to kill.
+/// `descendants_of` lists the living descendants of a process, for the guardian to kill; then it runs
+/// `clean`, which removes what they have left.
 ///
 /// If the guardian dies, the server receives SIGTERM. The server runs in a new session without a
 /// controlling terminal: it can read and write the terminal behind its standard streams, and
@@ -38,7 +39,7 @@ use rustix::process::{Pid, Signal};
 /// # Panics
 ///
 /// If this process has more than one thread: call it at the beginning of `main`.
-pub fn split(descendants_of: fn(Pid) -> Vec<Pid>) -> io::Result<()> {
+pub fn split(descendants_of: fn(Pid) -> Vec<Pid>, clean: fn()) -> io::Result<()> {
     let threads = std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
     assert!(
         threads == 1,
@@ -69,6 +70,7 @@ pub fn split(descendants_of: fn(Pid) -> Vec<Pid>) -> io::Result<()> {
         }
         server => {
             let code = guard(server, descendants_of);
+            clean();
             // SAFETY: ends the guardian without running the handlers that belong to the server.
             unsafe { libc::_exit(code) }
         }

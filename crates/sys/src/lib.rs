@@ -9,11 +9,13 @@ pub mod child_ends;
 pub mod confine;
 pub mod guardian;
 pub mod launch;
+pub mod local_peer;
 pub mod memory;
 pub mod own;
 #[cfg(feature = "tokio")]
 pub mod poll;
 pub mod probe;
+pub mod range_lock;
 pub mod reap;
 pub mod rlimit;
 pub mod socket;

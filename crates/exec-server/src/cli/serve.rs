@@ -7,13 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use exec_server_executor::descendants_of;
 use exec_server_service::audit::Audit;
 use exec_server_service::trace::Tracer;
 use exec_server_service::{
     ConnectionGuard, ExecServer, ListenUrl, Listener, SessionLifetime, metrics,
 };
-use exec_server_sys::{guardian, memory, own};
+use exec_server_sys::{memory, own};
 use exec_server_transport::stdio;
 use exec_server_transport::tls::TlsServer;
 use tokio::net::TcpListener;
@@ -42,7 +41,7 @@ pub(super) fn run(args: ServeArgs, idle: Option<IdleDetector>) -> anyhow::Result
     // The guardian is as precious as the server.
     let protected = own::protect_from_lack_of_memory();
     // Before any thread: a fork copies only the calling thread. And before any secret is read.
-    guardian::split(descendants_of).context("cannot start the guardian")?;
+    exec_server_executor::split_guardian().context("cannot start the guardian")?;
     let log = log::start(&settings)?;
     let files = own::raise_open_files();
     tracing::debug!(

@@ -17,6 +17,8 @@ for_both! {
     symlinks_planted_in_the_workspace_do_not_widen_the_policy,
     resource_limits_stop_exhaustion_from_inside,
     attack_on_the_init_process_of_the_sandbox_fails,
+    attack_on_the_server_without_a_network_fails,
+    attack_by_closing_directories_fails,
 }
 
 /// A process outside the sandbox, with the server's user; killed when this value is dropped.
@@ -394,4 +396,86 @@ print('alive', os.getppid(), 'EPERM')
         );
     }
     assert_eq!(outcome.stdout.lines().count(), 5, "{outcome:?}");
+}
+
+async fn attack_on_the_server_without_a_network_fails(user: ServerUser) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let server = fixture.server.server_pid().await;
+    let mut outside = OutsideProcess::new(&fixture);
+    let other = outside.0.id();
+    let script = format!(
+        r"
+import glob, resource
+for pid in ({server}, {other}):
+    for name in ('mem', 'environ', 'fd/0', 'root', 'cwd', 'exe', 'maps', 'ns/net', 'auxv', 'task/%d/mem' % pid, 'syscall'):
+        path = '/proc/%d/%s' % (pid, name)
+        if name in ('root', 'cwd', 'exe', 'ns/net', 'fd/0'): refused(name, lambda: os.readlink(path))
+        else: refused(name, lambda: open(path, 'rb').read(16))
+    refused('write', lambda: os.open('/proc/%d/mem' % pid, os.O_RDWR))
+    refused('signal', lambda: os.kill(pid, 0))
+    refused('limit', lambda: resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, 1)))
+    refused('ptrace', lambda: call(libc.ptrace, 16, pid, 0, 0))
+    class V(ctypes.Structure): _fields_ = [('p', ctypes.c_void_p), ('n', ctypes.c_size_t)]
+    refused('process_vm', lambda: call(libc.process_vm_readv, pid, ctypes.byref(V(0, 8)), 1, ctypes.byref(V(0x400000, 8)), 1, 0))
+refused('perf', lambda: call(libc.syscall, 298 if os.uname().machine == 'x86_64' else 241, 0, {server}, -1, -1, 0))
+"
+    );
+    for permissions in [
+        json!({"type": "external", "network": "restricted"}),
+        json!({"type": "managed", "network": "restricted", "file_system": {"type": "unrestricted"}}),
+    ] {
+        let sandbox = json!({"windowsSandboxLevel": "disabled", "permissions": permissions});
+        let start = fixture.start_of(&sandbox, &["true"]);
+        let result = fixture.client.start(start).await;
+        assert_eq!(result["enforcement"]["level"], "full");
+        let outcome = fixture.python(&sandbox, &script).await;
+        assert_eq!(outcome.stdout.lines().count(), 33, "{outcome:?}");
+        for line in outcome.stdout.lines() {
+            let refusals = ["EPERM", "EACCES", "ESRCH", "ENOENT"];
+            assert!(refusals.iter().any(|errno| line.ends_with(errno)), "{line}");
+        }
+    }
+    assert!(outside.lives());
+}
+
+/// What the first command makes inaccessible, a later one could make accessible again.
+async fn attack_by_closing_directories_fails(user: ServerUser) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let plain = fixture.workspace();
+    let mut globbed = fixture.workspace();
+    let entries = globbed["permissions"]["file_system"]["entries"]
+        .as_array_mut()
+        .unwrap();
+    entries.push(json!({"path": {"type": "glob_pattern",
+        "pattern": format!("{}/**/*.env", fixture.path("work").display())}, "access": "deny"}));
+    let open = |fixture: &SandboxFixture, name: &str| {
+        use std::os::unix::fs::PermissionsExt as _;
+        let mode = std::fs::Permissions::from_mode(0o755);
+        std::fs::set_permissions(fixture.path(name), mode).unwrap();
+    };
+    for mode in ["0", "0100", "0300", "0400", "0500"] {
+        fixture.make("work/sub");
+        fixture.write("work/sub/b.env", "SECRET");
+        let outcome = fixture.sh(&plain, &format!("chmod {mode} sub")).await;
+        assert_eq!(outcome.code, 0, "{outcome:?}");
+        let outcome = fixture.sh(&globbed, "chmod 700 sub; cat sub/b.env").await;
+        assert!(!outcome.stdout.contains("SECRET"), "{mode}: {outcome:?}");
+        assert_ne!(outcome.code, 0, "{mode}: {outcome:?}");
+        open(&fixture, "work/sub");
+        std::fs::remove_dir_all(fixture.path("work/sub")).unwrap();
+    }
+    let make = "chmod 700 . && mkdir -p .git/hooks .codex && echo x > .git/hooks/pre-commit";
+    for mode in ["0", "0100", "0300", "0400", "0500"] {
+        let outcome = fixture.sh(&plain, &format!("chmod {mode} .")).await;
+        assert_eq!(outcome.code, 0, "{outcome:?}");
+        let start = fixture.start_of(&plain, &["/bin/sh", "-c", make]);
+        let id = start.0["processId"].as_str().unwrap().to_owned();
+        match fixture.client.call("process/start", start.0).await {
+            Ok(_) => assert_ne!(fixture.client.closed(&id).await.exit_code(), 0, "{mode}"),
+            Err(failure) => assert!(failure.message.contains("work"), "{failure}"),
+        }
+        open(&fixture, "work");
+        let left = std::fs::read_dir(fixture.path("work")).unwrap().count();
+        assert_eq!(left, 0, "{mode}");
+    }
 }

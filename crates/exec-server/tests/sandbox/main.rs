@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::process::Command;
 
+mod attacker;
 mod attacks;
 mod files;
 mod managed;

@@ -45,7 +45,7 @@ async fn web() -> (u16, Arc<AtomicUsize>) {
     (port, count)
 }
 
-fn proxy(domains: Value, more: Value) -> Value {
+pub(crate) fn proxy(domains: Value, more: Value) -> Value {
     let mut proxy = json!({
         "enabled": true, "enableSocks5": true, "enableSocks5Udp": true, "mode": "full",
         "allowUpstreamProxy": false, "dangerouslyAllowAllUnixSockets": false,
@@ -57,7 +57,7 @@ fn proxy(domains: Value, more: Value) -> Value {
     proxy
 }
 
-fn managed(start: StartBuilder, proxy: Value) -> StartBuilder {
+pub(crate) fn managed(start: StartBuilder, proxy: Value) -> StartBuilder {
     start
         .with("enforceManagedNetwork", true)
         .with("networkProxy", json!({"proxy": proxy}))
@@ -228,6 +228,8 @@ for name, family, kind in [('netlink', 16, 3), ('packet', 17, 3), ('raw', 2, 3),
 refused('unshare', lambda: call(libc.unshare, 0x10000000))
 refused('setns', lambda: call(libc.setns, os.open('/proc/1/ns/net', os.O_RDONLY), 0))
 print('interfaces', len(open('/proc/net/dev').readlines()) - 2)
+for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
+    refused('pair', lambda: socket.socketpair(socket.AF_UNIX, kind)[0].sendto(b'x', '{other}/socket'))
 a, b = socket.socketpair(); a.send(b'pairs'); print(b.recv(9).decode())
 s = socket.create_server(('127.0.0.1', 0)); connect(socket.AF_INET, s.getsockname()); print('inside')
 "
@@ -252,7 +254,14 @@ s = socket.create_server(('127.0.0.1', 0)); connect(socket.AF_INET, s.getsocknam
         ];
         assert!(closed.contains(&errno), "{line}");
     }
-    assert_eq!(rest, ["interfaces 1", "pairs", "inside"], "{outcome:?}");
+    let expected = [
+        "interfaces 1",
+        "pair EPERM",
+        "pair EPERM",
+        "pairs",
+        "inside",
+    ];
+    assert_eq!(rest, expected, "{outcome:?}");
     assert_eq!(count.load(Ordering::Relaxed), 0);
     assert!(listener.accept().is_err());
 }

@@ -7,7 +7,7 @@ use crate::{SandboxFixture, ServerUser, entry, for_both, policy, read_only, spec
 
 for_both! {
     policy_without_restrictions_enforces_nothing,
-    policy_with_only_a_network_restriction_uses_only_seccomp,
+    policy_with_only_a_network_restriction_leaves_files_unchanged,
     read_only_policy_denies_all_writes,
     workspace_policy_allows_writes_only_in_the_workspace,
     minimal_policy_shows_only_system_files,
@@ -53,12 +53,12 @@ async fn policy_without_restrictions_enforces_nothing(user: ServerUser) {
     assert_eq!(result["enforcement"], Value::Null);
 }
 
-async fn policy_with_only_a_network_restriction_uses_only_seccomp(user: ServerUser) {
+async fn policy_with_only_a_network_restriction_leaves_files_unchanged(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let sandbox = json!({"windowsSandboxLevel": "disabled",
         "permissions": {"type": "external", "network": "restricted"}});
     let result = started(&mut fixture, &sandbox).await;
-    let mechanisms = json!(["seccomp", "no_new_privs"]);
+    let mechanisms = json!(["capabilities", "landlock", "seccomp", "no_new_privs"]);
     let full = json!({"level": "full", "mechanisms": mechanisms, "missing": []});
     assert_eq!(result["enforcement"], full);
     let outcome = fixture
@@ -344,7 +344,35 @@ async fn landlock_enforces_policies_without_namespaces() {
     assert_eq!(enforcement["level"], "full", "{enforcement}");
     let mechanisms = json!(["capabilities", "landlock", "seccomp", "no_new_privs"]);
     assert_eq!(enforcement["mechanisms"], mechanisms);
-    fixture.write("work/file", "text");
+    let file = fixture.write("work/file", "text");
+    let server = fixture.server.server_pid().await;
+    let before = std::fs::metadata(&file).unwrap();
+    // Landlock itself restricts none of these.
+    let script = format!(
+        r"
+for name, call_it in [('chmod', lambda: os.chmod('file', 0o777)), ('chown', lambda: os.chown('file', -1, os.getgid())),
+    ('times', lambda: os.utime('file')), ('attribute', lambda: os.setxattr('file', 'user.x', b'y')),
+    ('fchmod', lambda: os.fchmod(os.open('file', os.O_RDONLY), 0o777)),
+    ('flags', lambda: __import__('fcntl').ioctl(os.open('file', os.O_RDONLY), 0x40086602, bytes(8))),
+    ('memory', lambda: os.open('/proc/{server}/mem', os.O_RDWR)), ('environ', lambda: open('/proc/{server}/environ').read()),
+    ('limit', lambda: __import__('resource').prlimit({server}, 7, (1, 1))), ('signal', lambda: os.kill({server}, 0)),
+    ('shared memory', lambda: call(libc.shmget, 1, 4096, 0o1600))]:
+    refused(name, call_it)
+"
+    );
+    let outcome = fixture.python(&read_only(), &script).await;
+    assert_eq!(outcome.stdout.lines().count(), 11, "{outcome:?}");
+    for line in outcome.stdout.lines() {
+        assert!(
+            line.ends_with("EPERM") || line.ends_with("EACCES"),
+            "{line}"
+        );
+    }
+    let after = std::fs::metadata(&file).unwrap();
+    assert_eq!(
+        (before.permissions(), before.modified().unwrap()),
+        (after.permissions(), after.modified().unwrap())
+    );
     let script = "cat file; echo x > file; echo x > new; mkdir d; rm file; echo y > /dev/null && echo null; \
                   cat < /proc/self/comm; kill -0 1 && echo signalled; : > file";
     let outcome = fixture.sh(&read_only(), script).await;
@@ -372,9 +400,9 @@ async fn landlock_enforces_policies_without_namespaces() {
     assert_eq!(result["enforcement"]["level"], "partial");
     let missing = result["enforcement"]["missing"].as_array().unwrap();
     assert!(
-        missing
+        ["work/.git", "modes, owners"].iter().all(|text| missing
             .iter()
-            .any(|what| what.as_str().unwrap().contains("work/.git")),
+            .any(|what| what.as_str().unwrap().contains(text))),
         "{missing:?}"
     );
     let outcome = fixture

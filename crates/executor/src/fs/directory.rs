@@ -9,6 +9,7 @@ use std::path::{Component, Path, PathBuf};
 
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{DirectoryEntry, ReadDirectoryResult};
+use exec_server_sandbox::placeholder;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir};
 use rustix::io::Errno;
 use rustix::path::Arg;
@@ -173,7 +174,8 @@ impl ReadError {
     }
 }
 
-/// Calls `found` with every name in a directory except `.` and `..`.
+/// Calls `found` with every name in a directory except `.`, `..` and placeholders of names that a
+/// running sandbox protects and that do not exist.
 pub(super) fn each_name(
     directory: impl AsFd,
     cancelled: CancelCheck<'_>,
@@ -206,6 +208,11 @@ pub(super) fn each_name(
             }
             known => known.into(),
         };
+        let may_be_placeholder = kind == EntryType::Other
+            || kind == EntryType::Symlink && name.to_bytes() == placeholder::LINKED.as_bytes();
+        if may_be_placeholder && placeholder::is_one_in(directory, name) {
+            continue;
+        }
         count += 1;
         if count.is_multiple_of(1024) && cancelled() {
             return Err(ReadError::Cancelled);

@@ -156,7 +156,7 @@ pub enum SymlinkPolicy {
 pub type CancelCheck<'a> = &'a (dyn Fn() -> bool + Sync);
 
 /// Adds the path to an error from the system.
-fn at<E: Into<io::Error>>(path: &Path) -> impl Fn(E) -> FsError {
+pub(crate) fn at<E: Into<io::Error>>(path: &Path) -> impl Fn(E) -> FsError {
     move |source| FsError::Io {
         path: path.to_owned(),
         source: source.into(),

@@ -580,7 +580,6 @@ pub async fn end_all(processes: &[Process], grace: Duration) {
     };
     let trees = Trees::of(processes.iter().map(|process| &process.shared.leader));
     trees.without_strays().end(how).await;
-    blocking(exec_server_sandbox::placeholder::clear).await;
     limits::sweep();
 }
 

@@ -26,6 +26,7 @@ use super::{
 };
 use crate::executor::{Executor, ProcessSlot};
 use crate::limits::{self, ChildLimits};
+use crate::local_clients::ConnectingProcess;
 use crate::log::{Log, OutputStream, Retention};
 use crate::spec::{PreparedSpec, ProcessSpec, StartError, Stdio, Timeout};
 use crate::tree::{self, Leader, TAG_RESOURCE, TreeTag};
@@ -50,6 +51,7 @@ struct SandboxState {
     prison: PreparedSandbox,
     inside: Option<SandboxedChild>,
     ledger: Option<OrderFile>,
+    connecting: Option<ConnectingProcess>,
 }
 
 /// A child process that is killed and reaped on drop, unless it was adopted.
@@ -195,6 +197,10 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
             prepared.cwd.as_c_str(),
         ),
     };
+    let mut connecting = prison
+        .as_ref()
+        .filter(|prison| prison.connects())
+        .map(|prison| ConnectingProcess::announce(prison.has_namespaces()));
     let own_session = prison.as_ref().is_some_and(PreparedSandbox::has_namespaces);
     let extra = errand.as_ref().map(PendingLaunch::descriptors);
     let (pid, pidfd) = executor
@@ -231,6 +237,9 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
             })
         })
         .map_err(|error| explain(error, spec, errand.is_some()))?;
+    if let Some(connecting) = &mut connecting {
+        connecting.started(pid);
+    }
     let registered = Leader::new(pid, tag, since);
     let child = OwnedChild {
         executor: executor.clone(),
@@ -254,6 +263,7 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
             .and_then(|pid| sandbox::inside(pid, |pid| tree::is_member(pid, tag))),
         ledger: ledger.filter(|_| own_session),
         prison,
+        connecting,
     });
     Ok(RunningChild {
         child,
@@ -374,11 +384,12 @@ fn adopt(
             StdinQueue::new(Some(fd), true)
         }
     };
-    let (inside, enforcement, facts, placeholders, ledger) = match sandbox {
+    let (inside, enforcement, facts, placeholders, ledger, connecting) = match sandbox {
         Some(SandboxState {
             prison,
             inside,
             ledger,
+            connecting,
         }) => {
             let PreparedSandbox {
                 enforcement,
@@ -386,7 +397,8 @@ fn adopt(
                 placeholders,
                 ..
             } = prison;
-            (inside, Some(enforcement), facts, placeholders, ledger)
+            let enforcement = Some(enforcement);
+            (inside, enforcement, facts, placeholders, ledger, connecting)
         }
         None => Default::default(),
     };
@@ -430,8 +442,9 @@ fn adopt(
         timeout,
         SandboxGuard {
             facts,
-            _placeholders: placeholders,
+            placeholders,
             ledger,
+            _connecting: connecting,
         },
     );
     // The task holds the process state: it ends when the process has ended, or when the last handle

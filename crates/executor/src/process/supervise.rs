@@ -15,6 +15,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::Signal;
 use tokio::io::Interest;
@@ -24,6 +25,7 @@ use super::pace::ReadSchedule;
 use super::scratch::{CHUNK_BYTES, READ_BYTES, ReadScratch};
 use super::{ProcessLife, ProcessShared, TerminationMethod, sleep_until};
 use crate::executor::{Executor, ProcessSlot};
+use crate::local_clients::ConnectingProcess;
 use crate::log::{Exit, LogEnd, OutputStream};
 use crate::spec::Timeout;
 use exec_server_sandbox::OrderFile;
@@ -151,9 +153,11 @@ pub(super) struct SandboxGuard {
     /// Facts for the detection of sandbox denials.
     pub(super) facts: DenialFacts,
     /// Held until the child has ended.
-    pub(super) _placeholders: Vec<Placeholder>,
+    pub(super) placeholders: Vec<Placeholder>,
     /// File in which the launcher reports the resource usage of its command.
     pub(super) ledger: Option<OrderFile>,
+    /// Held while the child, or a process that it has left, can connect to this server.
+    pub(super) _connecting: Option<ConnectingProcess>,
 }
 
 impl SandboxGuard {
@@ -210,7 +214,10 @@ impl Supervisor {
                     }
                 }
                 WakeReason::StdinWritable => self.feed_stdin(),
-                WakeReason::Ended => self.reap(),
+                WakeReason::Ended => {
+                    self.release_names().await;
+                    self.reap();
+                }
                 WakeReason::Alarm => self.ring(),
                 WakeReason::Orders => {
                     if self.shared.orders.lock().abandoned {
@@ -301,6 +308,18 @@ impl Supervisor {
             drop(stdin);
             self.shared.stdin_room.notify_waiters();
         }
+    }
+
+    /// Removes the placeholders of an ended child: they must not exist any more when its end is reported.
+    async fn release_names(&mut self) {
+        let Some(guard) = &mut self.guard else { return };
+        let now = Timespec::default();
+        let mut ended = [PollFd::new(self.pidfd.get_ref(), PollFlags::IN)];
+        if guard.placeholders.is_empty() || rustix::event::poll(&mut ended, Some(&now)) != Ok(1) {
+            return;
+        }
+        let placeholders = std::mem::take(&mut guard.placeholders);
+        super::blocking(move || drop(placeholders)).await;
     }
 
     /// Records the exit of the child, after the output that it has written.

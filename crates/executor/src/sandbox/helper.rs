@@ -15,7 +15,9 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use exec_server_protocol::fs::{FsRequest, OpenMode};
+use exec_server_sandbox::placeholder;
 use exec_server_sandbox::plan::SystemText;
+use exec_server_sandbox::policy::{self, PolicyError, RealDisk};
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{AtFlags, CWD, StatxFlags};
 use rustix::io::Errno;
@@ -251,15 +253,16 @@ fn length_at(bytes: &[u8], at: usize) -> usize {
 
 /// Serves file requests until the server closes the socket. This process is already confined.
 ///
-/// `laid` are the paths of the mounts in the view.
-pub(super) fn serve(socket: &OwnedFd, laid: &[SystemText]) -> ! {
+/// `laid` are the paths of the mounts in the view; no request may create a path of `unborn`.
+pub(super) fn serve(socket: &OwnedFd, laid: &[SystemText], unborn: &[SystemText]) -> ! {
     let view = ViewMountIds::remember(laid);
+    let unborn = Unborn(unborn.iter().cloned().map(path_of).collect());
     loop {
         let Ok(Some(frame)) = receive::<HelperRequest>(socket) else {
             confine::exit(0)
         };
         let sent = if view.is_whole() {
-            let done = perform(frame, socket)
+            let done = perform(frame, socket, &unborn)
                 .unwrap_or_else(|error| HelperOutcome::from(HelperResponse::Failed(error)));
             let descriptors: Vec<_> = done.descriptors.iter().map(AsFd::as_fd).collect();
             send(socket, &done.reply, &done.content, &descriptors)
@@ -326,7 +329,109 @@ impl HelperOutcome {
     }
 }
 
-fn perform(frame: HelperFrame<HelperRequest>, socket: &OwnedFd) -> Result<HelperOutcome, FsError> {
+/// Paths with a rule that do not exist and must not be created.
+///
+/// The paths of each request are resolved as the request itself will resolve them. A process that
+/// exchanges a link meanwhile is no danger: a command that could do so holds placeholders for the
+/// same names, which the request cannot replace.
+struct Unborn(Vec<PathBuf>);
+
+impl Unborn {
+    /// Refuses a request that would create one of the paths, remove a placeholder, or rename a
+    /// directory above such a path.
+    fn check(&self, request: &FsRequest) -> Result<(), FsError> {
+        if self.0.is_empty() || !request.writes() {
+            return Ok(());
+        }
+        match request {
+            FsRequest::WriteFile(params) => self.check_created(&fs::native(&params.path)?),
+            FsRequest::CreateDirectory(params) => self.check_created(&fs::native(&params.path)?),
+            FsRequest::CreateSymlink(params) => self.check_created(&fs::native(&params.path)?),
+            FsRequest::Copy(params) => {
+                let (from, to) = (&params.source_path, &params.destination_path);
+                let (from, to) = (fs::native(from)?, fs::native(to)?);
+                self.check_existing(&from)?;
+                self.check_created(&to)?;
+                self.check_merged(&from, &to)
+            }
+            FsRequest::Rename(params) => {
+                let from = fs::native(&params.from)?;
+                self.check_existing(&from)?;
+                self.check_created(&fs::native(&params.to)?)?;
+                let moved = policy::resolved(&from, &RealDisk).ok().flatten();
+                match moved.filter(|moved| self.0.iter().any(|path| path.starts_with(moved))) {
+                    Some(_) => Err(fs::at(&from)(Errno::BUSY)),
+                    None => Ok(()),
+                }
+            }
+            FsRequest::Remove(params) => {
+                let path = fs::native(&params.path)?;
+                self.check_existing(&path)?;
+                // Its content could include placeholders of commands that are running.
+                let removed = policy::resolved(&path, &RealDisk).ok().flatten();
+                let above = removed.is_some_and(|removed| {
+                    let placeholder = |path: &&PathBuf| placeholder::is_one(path);
+                    let inside = |path: &&PathBuf| path.starts_with(&removed);
+                    self.0.iter().filter(inside).any(|path| placeholder(&path))
+                });
+                if params.recursive && above {
+                    return Err(fs::at(&path)(Errno::BUSY));
+                }
+                Ok(())
+            }
+            FsRequest::SetMetadata(params) => self.check_existing(&fs::native(&params.path)?),
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses to create a path.
+    fn check_created(&self, path: &Path) -> Result<(), FsError> {
+        match self.first_missing(path)? {
+            true => Err(fs::at(path)(Errno::ROFS)),
+            false => Ok(()),
+        }
+    }
+
+    /// Reports a placeholder as missing.
+    fn check_existing(&self, path: &Path) -> Result<(), FsError> {
+        match self.first_missing(path)? {
+            true => Err(fs::at(path)(Errno::NOENT)),
+            false => Ok(()),
+        }
+    }
+
+    /// Refuses to merge a directory that contains one of the names into its parent directory.
+    fn check_merged(&self, from: &Path, to: &Path) -> Result<(), FsError> {
+        let Ok(Some(to)) = policy::resolved(to, &RealDisk) else {
+            return Ok(());
+        };
+        let created = self.0.iter().filter_map(|path| {
+            let below = path.strip_prefix(&to).ok()?;
+            rustix::fs::lstat(from.join(below)).ok()?;
+            Some(path)
+        });
+        match created.map(|path| fs::at(path)(Errno::ROFS)).next() {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    fn first_missing(&self, path: &Path) -> Result<bool, FsError> {
+        let missing = match policy::first_missing(path) {
+            Ok(missing) => missing,
+            // The request fails for the same reason.
+            Err(PolicyError::Disk { .. }) => return Ok(false),
+            Err(error) => return Err(FsError::Policy(error.to_string())),
+        };
+        Ok(missing.is_some_and(|missing| self.0.contains(&missing)))
+    }
+}
+
+fn perform(
+    frame: HelperFrame<HelperRequest>,
+    socket: &OwnedFd,
+    unborn: &Unborn,
+) -> Result<HelperOutcome, FsError> {
     match frame.head {
         HelperRequest::Call {
             method,
@@ -339,10 +444,15 @@ fn perform(frame: HelperFrame<HelperRequest>, socket: &OwnedFd) -> Result<Helper
             if let FsRequest::WriteFile(params) = &mut request {
                 params.data_base64 = frame.tail.into();
             }
+            unborn.check(&request)?;
             call(request, most, socket)
         }
         HelperRequest::Open(path, mode) => {
-            Ok(match OpenFile::open(&path_of(path), mode)?.send()? {
+            let path = path_of(path);
+            if mode != OpenMode::Read {
+                unborn.check_created(&path)?;
+            }
+            Ok(match OpenFile::open(&path, mode)?.send()? {
                 fs::TransferredFile::Direct(file) => {
                     HelperOutcome::with(HelperResponse::File, vec![file.into()])
                 }
@@ -355,7 +465,9 @@ fn perform(frame: HelperFrame<HelperRequest>, socket: &OwnedFd) -> Result<Helper
             let Ok([directory, file]) = <[OwnedFd; 2]>::try_from(frame.descriptors) else {
                 return Err(FsError::Helper("it was given no file".to_owned()));
             };
-            fs::place(&path_of(path), letter, directory, file)?;
+            let path = path_of(path);
+            unborn.check_created(&path)?;
+            fs::place(&path, letter, directory, file)?;
             Ok(HelperResponse::Placed.into())
         }
     }

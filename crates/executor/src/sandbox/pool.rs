@@ -12,9 +12,8 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use exec_server_protocol::sandbox::Sandbox;
-use exec_server_sandbox::placeholder::Placeholder;
 use exec_server_sandbox::policy::{RecordedAnswers, ResolvedPolicy};
-use exec_server_sandbox::{PendingLaunch, SandboxError, confine};
+use exec_server_sandbox::{PendingLaunch, SandboxError, prepare_files};
 use exec_server_sync::{Condvar, Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::RecvFlags;
@@ -40,9 +39,8 @@ const MAX_PER_POLICY: usize = 4;
 /// Idle time after which a helper is ended.
 const IDLE: Duration = Duration::from_secs(30);
 
-/// Idle time for a helper that holds placeholders, because other processes can see these
-/// directories on the host's disk.
-const IDLE_WITH_PLACES: Duration = Duration::from_secs(1);
+/// Time between two looks for helpers that have been idle for too long or have died.
+const SWEEP: Duration = Duration::from_millis(500);
 
 /// Interval at which a waiting request checks whether it was cancelled.
 const PATIENCE: Duration = Duration::from_millis(100);
@@ -125,8 +123,6 @@ struct Helper {
     key: Arc<HelperKey>,
     socket: Option<HelperSocket>,
     pidfd: OwnedFd,
-    /// Held while the helper lives: its view contains mounts on them.
-    places: Vec<Placeholder>,
 }
 
 /// Connection to a helper.
@@ -196,14 +192,13 @@ impl Helper {
             other => FsError::Helper(other.to_string()),
         };
         let host = executor.launcher_host().map_err(told)?;
-        let prison = confine(key.policy.clone(), key.allow_partial, host, None).map_err(told)?;
+        let prison = prepare_files(key.policy.clone(), key.allow_partial, host).map_err(told)?;
         let (socket, errand) = PendingLaunch::serve(&prison).map_err(failed)?;
         let pidfd = executor.launch_helper(&errand).map_err(told)?;
         let helper = Self {
             key,
             socket: Some(HelperSocket::Plain(socket)),
             pidfd,
-            places: prison.placeholders,
         };
         errand.wait_served().map_err(told)?;
         Ok(helper)
@@ -236,14 +231,6 @@ impl Helper {
             None => Err(FsError::Helper(
                 "it ended before it answered; whether it did what was asked is unknown".to_owned(),
             )),
-        }
-    }
-
-    fn lifetime(&self) -> Duration {
-        if self.places.is_empty() {
-            IDLE
-        } else {
-            IDLE_WITH_PLACES
         }
     }
 }
@@ -550,7 +537,7 @@ fn start_watch(shared: &Arc<PoolShared>) -> bool {
         .name("helpers".to_owned())
         .spawn(move || {
             while sweep(&weak) {
-                std::thread::sleep(IDLE_WITH_PLACES / 2);
+                std::thread::sleep(SWEEP);
             }
         })
         .is_ok()
@@ -564,7 +551,7 @@ fn sweep(shared: &Weak<PoolShared>) -> bool {
     let mut state = shared.state();
     let (old, idle): (Vec<_>, Vec<_>) = std::mem::take(&mut state.idle)
         .into_iter()
-        .partition(|(one, since)| since.elapsed() >= one.lifetime() || !one.is_alive());
+        .partition(|(one, since)| since.elapsed() >= IDLE || !one.is_alive());
     state.idle = idle;
     let others = !state.idle.is_empty();
     state.watched = others;

@@ -72,16 +72,56 @@ fn unrestricted_policy_needs_no_confinement() {
 }
 
 #[test]
-fn restricted_network_alone_uses_only_a_seccomp_filter() {
+fn restricted_network_alone_uses_a_landlock_domain_and_a_seccomp_filter() {
     let policy = ResolvedPolicy {
         view: None,
         network: NetworkPermission::Restricted,
     };
-    let (confinement, enforcement) = build(&policy, &without_namespaces(), options()).unwrap();
-    assert!(confinement.namespaces.is_none() && !confinement.drop_capabilities);
-    assert_eq!(confinement.seccomp.len(), 1);
+    for host in [host(), without_namespaces()] {
+        let (confinement, enforcement) = build(&policy, &host, options()).unwrap();
+        assert!(confinement.namespaces.is_none() && !confinement.drop_capabilities);
+        assert!(confinement.drop_machine_capabilities);
+        let landlock = confinement.landlock.unwrap();
+        assert!(landlock.scoped && !landlock.handle_write && !landlock.handle_read);
+        assert_eq!(confinement.seccomp.len(), 1);
+        assert_eq!(enforcement.level, EnforcementLevel::Full);
+        assert_eq!(
+            enforcement.mechanisms,
+            ["capabilities", "landlock", "seccomp", "no_new_privs"]
+        );
+    }
+    // Without a Landlock domain, namespaces separate the command from other processes.
+    let old = |host: HostFeatures| HostFeatures {
+        landlock: 5,
+        ..host
+    };
+    let (confinement, enforcement) = build(&policy, &old(host()), options()).unwrap();
+    assert_eq!(confinement.namespaces.unwrap().root, ViewRoot::Writable);
     assert_eq!(enforcement.level, EnforcementLevel::Full);
-    assert_eq!(enforcement.mechanisms, ["seccomp", "no_new_privs"]);
+    let refused = build(&policy, &old(without_namespaces()), options());
+    let text = refused.unwrap_err().to_string();
+    assert!(text.contains("memory of other processes"), "{text}");
+}
+
+#[test]
+fn landlock_without_namespaces_reports_metadata_that_stays_changeable() {
+    let partial = PlanOptions {
+        allow_partial: true,
+        ..options()
+    };
+    let host = without_namespaces();
+    let read_only = policy(&[("/", Read)]);
+    let (confinement, enforcement) = build(&read_only, &host, partial).unwrap();
+    assert_eq!(enforcement.level, EnforcementLevel::Full, "{enforcement:?}");
+    let writable = policy(&[("/", Read), ("/w", Write)]);
+    let (other, enforcement) = build(&writable, &host, partial).unwrap();
+    assert_eq!(enforcement.level, EnforcementLevel::Partial);
+    assert!(
+        enforcement.missing[0].contains("modes, owners"),
+        "{enforcement:?}"
+    );
+    // Only the first can do without changes of metadata.
+    assert_ne!(confinement.seccomp, other.seccomp);
 }
 
 #[test]
@@ -160,7 +200,11 @@ fn landlock_without_namespaces_enforces_the_rules_it_can_express() {
     assert_eq!(enforcement.level, EnforcementLevel::Full);
 
     let few = policy(&[("/usr", Read), ("/w", Write)]);
-    let (confinement, _) = build(&few, &without_namespaces(), options()).unwrap();
+    let partial = PlanOptions {
+        allow_partial: true,
+        ..options()
+    };
+    let (confinement, _) = build(&few, &without_namespaces(), partial).unwrap();
     let landlock = confinement.landlock.unwrap();
     assert!(landlock.handle_read);
     assert!(landlock.rules.contains(&(b"/usr".to_vec(), false)));
@@ -168,13 +212,9 @@ fn landlock_without_namespaces_enforces_the_rules_it_can_express() {
     let carved = policy(&[("/", Read), ("/w", Write), ("/w/.git", Read)]);
     let refused = build(&carved, &without_namespaces(), options()).unwrap_err();
     assert!(refused.0.contains("`/w/.git`") && refused.0.contains("the system says no"));
-    let partial = PlanOptions {
-        allow_partial: true,
-        ..options()
-    };
     let (_, enforcement) = build(&carved, &without_namespaces(), partial).unwrap();
     assert_eq!(enforcement.level, EnforcementLevel::Partial);
-    assert_eq!(enforcement.missing.len(), 1);
+    assert_eq!(enforcement.missing.len(), 2, "{enforcement:?}");
 }
 
 #[test]

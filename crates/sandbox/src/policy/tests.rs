@@ -10,6 +10,8 @@ use super::*;
 pub(crate) struct MemoryDisk {
     kinds: BTreeMap<PathBuf, PathType>,
     texts: HashMap<PathBuf, Vec<u8>>,
+    /// Directories with a mode that does not allow everything: reading is 4, searching 1.
+    closed: HashMap<PathBuf, (u32, Owner)>,
 }
 
 impl MemoryDisk {
@@ -38,14 +40,35 @@ impl MemoryDisk {
         }
         tree
     }
+
+    /// Gives a path this mode and owner.
+    pub(crate) fn closed(mut self, path: &str, mode: u32, owner: Owner) -> Self {
+        self.closed.insert(path.into(), (mode, owner));
+        if mode & 4 != 0 {
+            let child = Path::new(path).join("child");
+            self.kinds.insert(child, PathType::File);
+        }
+        self
+    }
+
+    fn check(&self, path: &Path, wanted: u32) -> io::Result<()> {
+        match self.closed.get(path) {
+            Some((mode, _)) if mode & wanted == 0 => Err(io::ErrorKind::PermissionDenied.into()),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Disk for MemoryDisk {
     fn kind(&self, path: &Path) -> io::Result<Option<PathType>> {
+        for above in path.ancestors().skip(1) {
+            self.check(above, 1)?;
+        }
         Ok(self.kinds.get(path).cloned())
     }
 
     fn head(&self, path: &Path) -> io::Result<Vec<u8>> {
+        self.check(path, 4)?;
         self.texts
             .get(path)
             .cloned()
@@ -53,6 +76,7 @@ impl Disk for MemoryDisk {
     }
 
     fn names(&self, path: &Path) -> io::Result<Vec<OsString>> {
+        self.check(path, 4)?;
         let below = self
             .kinds
             .keys()
@@ -62,10 +86,11 @@ impl Disk for MemoryDisk {
             .collect())
     }
 
-    fn is_placeholder(&self, path: &Path) -> bool {
-        self.texts
+    fn owner(&self, path: &Path) -> io::Result<Owner> {
+        Ok(self
+            .closed
             .get(path)
-            .is_some_and(|text| text == b"placeholder")
+            .map_or(Owner::Own, |&(_, owner)| owner))
     }
 }
 
@@ -266,12 +291,86 @@ fn explicit_entry_makes_a_protected_name_writable() {
     let view = view_of(&["/w/.git/x", "/w/.codex/"], entries);
     assert_eq!(access(&view, "/w/.git/x"), Write);
     assert_eq!(access(&view, "/w/.codex"), Read);
-    // The same if only a path below it is granted.
+}
+
+#[test]
+fn entry_below_a_protected_name_makes_only_its_own_path_writable() {
     let mut entries = workspace();
     entries.retain(|entry| entry.access == Write || entry.path == self::entry("root", Read).path);
     entries.push(entry("/w/.git/objects", Write));
-    let view = view_of(&["/w/.git/objects/"], entries);
-    assert_eq!(access(&view, "/w/.git/objects"), Write);
+    let view = view_of(&["/w/.git/objects/"], entries.clone());
+    assert_eq!(access(&view, "/w/.git/objects/x"), Write);
+    assert_eq!(access(&view, "/w/.git/hooks"), Read);
+    assert_eq!(access(&view, "/w/.git"), Read);
+    // While `.git` does not exist, the entry grants nothing.
+    let view = view_of(&["/w/"], entries);
+    assert!(view.missing.contains(Path::new("/w/.git")));
+}
+
+/// Resolves the workspace's policy on a disk.
+fn workspace_on(tree: &MemoryDisk) -> Result<AccessRules, PolicyError> {
+    let context = PolicyDirectories {
+        env: &BTreeMap::new(),
+        disk: tree,
+        hidden: &[],
+        reads_only: false,
+    };
+    let mut entries = workspace_without_git();
+    entries.push(entry("slash_tmp", Write));
+    let policy = resolve(&sandbox(entries, &["/w"]), &context)?;
+    Ok(policy.view.unwrap())
+}
+
+#[test]
+fn protected_names_of_other_users_do_not_decide_what_is_writable() {
+    let other = Owner::Other;
+    // A link to itself, to a directory that is not accessible, to the workspace; a `.git` file.
+    let items = [
+        "/w/src/",
+        "/tmp/.codex -> .codex",
+        "/tmp/.aws -> /root/x",
+        "/tmp/.agents -> /w/src",
+        "/tmp/.git = gitdir: /w/src",
+    ];
+    let tree = MemoryDisk::new(&items)
+        .closed("/root", 0, Owner::Root)
+        .closed("/tmp/.codex", 7, other)
+        .closed("/tmp/.aws", 7, other)
+        .closed("/tmp/.agents", 7, other)
+        .closed("/tmp/.git", 7, other);
+    let view = workspace_on(&tree).unwrap();
+    for name in [".codex", ".aws", ".agents"] {
+        let path = Path::new("/tmp").join(name);
+        assert!(view.pins.contains(&path), "{name}");
+    }
+    assert_eq!(access(&view, "/w/src/x"), Write);
+    assert_eq!(access(&view, "/tmp/.git"), Read);
+    // The user's own links still protect their targets.
+    let tree = MemoryDisk::new(&["/w/src/", "/w/.codex -> src"]);
+    assert_eq!(access(&workspace_on(&tree).unwrap(), "/w/src/x"), Read);
+}
+
+#[test]
+fn protected_links_that_lead_nowhere_are_pinned() {
+    let tree = MemoryDisk::new(&["/w/", "/w/.codex -> .codex", "/w/.aws -> /root/x"]);
+    let tree = tree.closed("/root", 0, Owner::Root);
+    let view = workspace_on(&tree).unwrap();
+    assert!(view.pins.contains(Path::new("/w/.codex")));
+    assert!(view.pins.contains(Path::new("/w/.aws")));
+}
+
+#[test]
+fn protected_names_that_cannot_be_examined_are_refused() {
+    let own = Owner::Own;
+    for (items, path) in [
+        (["/w/", "/w/x"], "/w"),
+        (["/w/.codex -> sub/x", "/w/sub/"], "/w/sub"),
+        (["/w/.git = gitdir: real", "/w/real/"], "/w/.git"),
+    ] {
+        let tree = MemoryDisk::new(&items).closed(path, 0, own);
+        let error = workspace_on(&tree).unwrap_err();
+        assert!(matches!(error, PolicyError::Disk { .. }), "{path}: {error}");
+    }
 }
 
 #[test]
@@ -354,24 +453,6 @@ fn missing_read_only_path_in_writable_directory_must_not_be_created() {
 }
 
 #[test]
-fn placeholder_directory_counts_as_missing() {
-    let items = ["/w/.codex = placeholder", "/w/.codex/"];
-    let mut tree = MemoryDisk::new(&items);
-    tree.kinds.insert("/w/.codex".into(), PathType::Directory);
-    let context = PolicyDirectories {
-        env: &BTreeMap::new(),
-        disk: &tree,
-        hidden: &[],
-        reads_only: false,
-    };
-    let view = resolve(&sandbox(workspace(), &["/w"]), &context)
-        .unwrap()
-        .view
-        .unwrap();
-    assert!(view.missing.contains(Path::new("/w/.codex")));
-}
-
-#[test]
 fn minimal_makes_platform_paths_and_their_links_readable() {
     let view = view_of(
         &["/bin -> usr/bin", "/usr/bin/sh", "/etc/x", "/home/me"],
@@ -382,6 +463,21 @@ fn minimal_makes_platform_paths_and_their_links_readable() {
     assert_eq!(access(&view, "/home/me"), Deny);
     assert_eq!(view.links[Path::new("/bin")], Path::new("usr/bin"));
     assert!(view.hides());
+}
+
+#[test]
+fn resolve_rejects_a_working_directory_of_another_platform() {
+    let tree = MemoryDisk::new(&["/w/"]);
+    let context = PolicyDirectories {
+        env: &BTreeMap::new(),
+        disk: &tree,
+        hidden: &[],
+        reads_only: false,
+    };
+    let mut foreign = sandbox(workspace(), &["/w"]);
+    foreign.cwd = Some(PathUri::parse("file:///C:/x").unwrap());
+    let error = resolve(&foreign, &context).unwrap_err();
+    assert!(matches!(error, PolicyError::Uri(_)), "{error}");
 }
 
 #[test]

@@ -1,0 +1,200 @@
+//! Processes behind local connections: whether this program sandboxes them.
+//!
+//! A sandboxed command that reaches its own server could start commands without a sandbox. If it
+//! uses the network of the server, the listeners ask [`admit`] which process has connected.
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use exec_server_sync::Mutex;
+use exec_server_sys::local_peer::{self, is_local};
+use rustix::process::Pid;
+
+/// Sandboxed processes that can connect to sockets outside their sandbox.
+static CONNECTING: Mutex<Connecting> = Mutex::new(Connecting {
+    launchers: BTreeSet::new(),
+    starting: 0,
+    ended: None,
+    left: false,
+});
+
+/// How long a process counts as possible peer after its end: its connection may not have been
+/// accepted yet.
+const LINGER: Duration = Duration::from_secs(60);
+
+/// State of [`CONNECTING`].
+struct Connecting {
+    /// Pids of the launchers of running commands.
+    launchers: BTreeSet<i32>,
+    /// Number of launchers whose pid is not known yet.
+    starting: usize,
+    /// When the last of them ended.
+    ended: Option<Instant>,
+    /// Whether there was such a process without a PID namespace: processes that it leaves behind
+    /// cannot be told from others.
+    left: bool,
+}
+
+impl Connecting {
+    fn is_empty(&self) -> bool {
+        let lingers = self.ended.is_some_and(|ended| ended.elapsed() < LINGER);
+        self.launchers.is_empty() && self.starting == 0 && !lingers && !self.left
+    }
+}
+
+/// Registration of a sandboxed process that can connect to sockets outside; it ends when this value
+/// is dropped.
+#[derive(Debug)]
+pub(crate) struct ConnectingProcess(Option<i32>);
+
+impl ConnectingProcess {
+    /// Announces a process, before its launcher is started.
+    pub(crate) fn announce(has_pid_namespace: bool) -> Self {
+        let mut connecting = CONNECTING.lock();
+        connecting.starting += 1;
+        connecting.left |= !has_pid_namespace;
+        Self(None)
+    }
+
+    /// Registers the launcher.
+    pub(crate) fn started(&mut self, launcher: Pid) {
+        let pid = launcher.as_raw_nonzero().get();
+        let mut connecting = CONNECTING.lock();
+        if self.0.replace(pid).is_none() {
+            connecting.starting -= 1;
+        }
+        connecting.launchers.insert(pid);
+    }
+}
+
+impl Drop for ConnectingProcess {
+    fn drop(&mut self) {
+        let mut connecting = CONNECTING.lock();
+        connecting.ended = Some(Instant::now());
+        match self.0 {
+            Some(pid) => drop(connecting.launchers.remove(&pid)),
+            None => connecting.starting -= 1,
+        }
+    }
+}
+
+/// Other end of an accepted connection.
+#[derive(Debug, Clone, Copy)]
+pub enum Peer {
+    /// The process that connected to a unix socket.
+    Process(Pid),
+    /// The addresses of both ends of a TCP connection: the peer's, and the listener's.
+    Addresses(SocketAddr, SocketAddr),
+}
+
+/// What is known about the process behind a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Admitted {
+    /// It is not sandboxed by this program.
+    Yes,
+    /// It is.
+    No,
+    /// It cannot be determined: no process holds the socket any more, or this process may not know
+    /// which.
+    Unknown,
+}
+
+/// Returns whether [`admit`] needs to be called: whether any sandboxed process could have connected.
+pub fn is_reachable_from_sandboxes() -> bool {
+    !CONNECTING.lock().is_empty()
+}
+
+/// Determines whether a process that this program sandboxes is behind a connection. Reads `/proc`,
+/// and blocks.
+pub fn admit(peer: Peer) -> Admitted {
+    if !is_reachable_from_sandboxes() {
+        return Admitted::Yes;
+    }
+    match peer {
+        Peer::Process(pid) => is_sandboxed(pid),
+        Peer::Addresses(peer, _) if !is_local(peer.ip()) => Admitted::Yes,
+        Peer::Addresses(peer, listener) => {
+            let Some(socket) = local_peer::tcp_socket(peer, listener) else {
+                return Admitted::Unknown;
+            };
+            // The kernel does not tell the user of a socket that its process has closed.
+            if socket.inode == 0 {
+                return Admitted::Unknown;
+            }
+            // Sandboxed processes run as the user of this process.
+            if socket.user != rustix::process::geteuid().as_raw() {
+                return Admitted::Yes;
+            }
+            let holders = local_peer::holders(socket.inode);
+            let each = holders.iter().map(|&pid| is_sandboxed(pid));
+            // A socket can have several holders: one that is sandboxed decides.
+            each.max_by_key(|admitted| match admitted {
+                Admitted::Yes => 0,
+                Admitted::Unknown => 1,
+                Admitted::No => 2,
+            })
+            .unwrap_or(Admitted::Unknown)
+        }
+    }
+}
+
+/// Looks for a sandboxed process among a process and its ancestors.
+fn is_sandboxed(pid: Pid) -> Admitted {
+    /// Maximum number of ancestors.
+    const MAX_DEPTH: usize = 4096;
+    let own = rustix::process::getpid().as_raw_nonzero().get();
+    let mut at = pid;
+    for _ in 0..MAX_DEPTH {
+        let number = at.as_raw_nonzero().get();
+        if CONNECTING.lock().launchers.contains(&number) {
+            return Admitted::No;
+        }
+        let Some(parent) = local_peer::parent(at) else {
+            return Admitted::Unknown;
+        };
+        if parent == own {
+            // A command without a sandbox, or a launcher that is not registered yet, or an orphan
+            // that this process has adopted.
+            let connecting = CONNECTING.lock();
+            let doubtful = connecting.left || connecting.starting > 0;
+            return match doubtful && !crate::tree::is_leader(number) {
+                true => Admitted::Unknown,
+                false => Admitted::Yes,
+            };
+        }
+        match Pid::from_raw(parent) {
+            Some(parent) if parent.as_raw_nonzero().get() > 1 => at = parent,
+            _ => return Admitted::Yes,
+        }
+    }
+    Admitted::Unknown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peer_below_a_sandboxed_process_is_not_admitted() {
+        let own = rustix::process::getpid();
+        let parent = rustix::process::getppid().unwrap();
+        assert_eq!(admit(Peer::Process(own)), Admitted::Yes);
+        // The parent of this process stands for a launcher.
+        let mut connecting = ConnectingProcess::announce(true);
+        assert_eq!(admit(Peer::Process(own)), Admitted::Yes);
+        connecting.started(parent);
+        assert_eq!(admit(Peer::Process(own)), Admitted::No);
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let here = listener.local_addr().unwrap();
+        let client = std::net::TcpStream::connect(here).unwrap();
+        let (_accepted, peer) = listener.accept().unwrap();
+        assert_eq!(admit(Peer::Addresses(peer, here)), Admitted::No);
+        drop(client);
+        assert_eq!(admit(Peer::Addresses(peer, here)), Admitted::Unknown);
+        drop(connecting);
+        // A connection that it made may be accepted after its end.
+        assert_eq!(admit(Peer::Addresses(peer, here)), Admitted::Unknown);
+        assert_eq!(admit(Peer::Process(own)), Admitted::Yes);
+    }
+}
