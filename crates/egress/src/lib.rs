@@ -6,3 +6,4 @@
 
 pub mod http;
 pub mod network;
+pub mod own_listeners;

@@ -32,7 +32,7 @@ struct Connecting {
     /// When the last of them ended.
     ended: Option<Instant>,
     /// Whether there was such a process without a PID namespace: processes that it leaves behind
-    /// cannot be told from others.
+    /// cannot be distinguished from others.
     left: bool,
 }
 
@@ -118,7 +118,7 @@ pub fn admit(peer: Peer) -> Admitted {
             let Some(socket) = local_peer::tcp_socket(peer, listener) else {
                 return Admitted::Unknown;
             };
-            // The kernel does not tell the user of a socket that its process has closed.
+            // The kernel does not report the user of a socket that its process has closed.
             if socket.inode == 0 {
                 return Admitted::Unknown;
             }

@@ -240,12 +240,6 @@ pub fn resolve(
     sandbox: &Sandbox,
     context: &PolicyDirectories<'_>,
 ) -> Result<ResolvedPolicy, PolicyError> {
-    // Working directories of another platform are refused even if no entry depends on them.
-    let replaced = sandbox.policy_context.as_ref();
-    let replaced = replaced.and_then(|context| context.cwd.as_ref());
-    for cwd in sandbox.cwd.iter().chain(replaced) {
-        native(cwd)?;
-    }
     let (entries, depth, network) = match &sandbox.permissions {
         Permissions::Disabled => {
             return Ok(ResolvedPolicy {

@@ -74,7 +74,8 @@ pub(crate) const EXIT_CAUSES: [&str; 4] = ["success", "failure", "signal", "time
 pub(crate) const NETWORK_OUTCOMES: [&str; 3] = ["allow", "deny", "ask"];
 
 /// Labels for why a connection was refused.
-pub(crate) const REFUSALS: [&str; 5] = ["token", "header", "throttled", "origin", "limit"];
+pub(crate) const REFUSALS: [&str; 6] =
+    ["token", "header", "throttled", "origin", "limit", "sandbox"];
 
 /// The check that refused a connection.
 #[derive(Debug, Clone, Copy)]
@@ -84,6 +85,7 @@ pub(crate) enum RefusalCause {
     Throttled,
     Origin,
     Limit,
+    Sandbox,
 }
 
 impl From<AuthError> for RefusalCause {

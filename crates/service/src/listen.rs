@@ -11,6 +11,8 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use exec_server_engine::OwnListener;
+use exec_server_engine::local_clients::{self, Admitted, Peer};
 use exec_server_sys as sys;
 use exec_server_transport::frame::WebsocketRole;
 use exec_server_transport::http::{self, HeadKind, HttpHead};
@@ -141,6 +143,8 @@ pub struct Listener {
     tls: Option<Arc<TlsServer>>,
     /// The file of a unix socket, removed with the listener.
     _file: Option<RemoveOnDrop>,
+    /// Keeps sandboxed processes of this program from using the listener.
+    _own: Option<OwnListener>,
 }
 
 /// Removes the file of a socket on drop.
@@ -210,12 +214,19 @@ impl Listener {
     }
 
     fn new(door: Acceptor, url: ListenUrl, file: Option<RemoveOnDrop>) -> Self {
+        let own = match &url {
+            ListenUrl::Websocket(address) | ListenUrl::Tls(address) => {
+                Some(OwnListener::register(*address))
+            }
+            ListenUrl::Unix(_) | ListenUrl::Stdio | ListenUrl::Off => None,
+        };
         Self {
             door,
             url,
             guard: Arc::default(),
             tls: None,
             _file: file,
+            _own: own,
         }
     }
 
@@ -300,7 +311,11 @@ impl Listener {
         let Some(place) = server.crowd().enter(address) else {
             return Ok(());
         };
+        // A process that was not sandboxed when it connected need not be asked for.
+        let suspect = local_clients::is_reachable_from_sandboxes();
+        let local = suspect.then(|| local_peer(&connection, peer)).flatten();
         let visitor = AcceptedConnection {
+            local,
             server: server.clone(),
             guard: Arc::clone(&self.guard),
             name: match peer {
@@ -323,6 +338,16 @@ impl Listener {
         }
         Ok(())
     }
+}
+
+/// Returns the process or the addresses that identify the peer of a connection, if they are known.
+fn local_peer(connection: &OwnedFd, peer: Option<SocketAddr>) -> Option<Peer> {
+    if let Some(peer) = peer {
+        let listener = rustix::net::getsockname(connection).ok()?;
+        return Some(Peer::Addresses(peer, listener.try_into().ok()?));
+    }
+    let credentials = rustix::net::sockopt::socket_peercred(connection).ok()?;
+    Some(Peer::Process(credentials.pid))
 }
 
 /// Sets options that accepted connections inherit: no delay for small packets, a small send buffer
@@ -359,6 +384,8 @@ struct AcceptedConnection {
     /// The name of the peer, for log messages.
     name: String,
     address: Option<IpAddr>,
+    /// Who has connected, if it may be a sandboxed process of this program.
+    local: Option<Peer>,
     /// The key of the client certificate, if the client has one.
     certificate: Option<Pin>,
     place: CountedConnection,
@@ -413,7 +440,14 @@ impl AcceptedConnection {
             }
             Err(_) => return,
         };
-        let answer = match self.decide(&head) {
+        let process = match self.local {
+            None => Admitted::Yes,
+            Some(peer) => {
+                let asked = tokio::task::spawn_blocking(move || local_clients::admit(peer)).await;
+                asked.unwrap_or(Admitted::Unknown)
+            }
+        };
+        let answer = match self.decide(&head, process) {
             Ok((key, admission)) => {
                 let accept = http::accept_key(&key);
                 let answer = format!(
@@ -446,7 +480,16 @@ impl AcceptedConnection {
 
     /// Returns the websocket key and the admission of an upgrade request, or the response to any
     /// other request.
-    fn decide(&self, head: &HttpHead) -> Result<(String, AdmittedConnection), Vec<u8>> {
+    fn decide(
+        &self,
+        head: &HttpHead,
+        process: Admitted,
+    ) -> Result<(String, AdmittedConnection), Vec<u8>> {
+        if process == Admitted::No {
+            let text = "a sandboxed process must not use its own server";
+            self.refuse(RefusalCause::Sandbox, text);
+            return Err(response(403, text, None));
+        }
         if !self.guard.allows_origin(head) {
             // The request comes from a web page. Without this check every page could use a server
             // on this machine.
@@ -478,6 +521,12 @@ impl AcceptedConnection {
         {
             identity.name = format!("certificate {pin}").into();
             identity.proof = AuthMethod::Certificate;
+        }
+        if process == Admitted::Unknown && identity.proof == AuthMethod::None {
+            let text = "the connecting process cannot be determined while sandboxed processes may \
+                        use the network: use a token";
+            self.refuse(RefusalCause::Sandbox, text);
+            return Err(response(403, text, None));
         }
         match self.place.refusal() {
             Some(limit) => {

@@ -3,6 +3,7 @@
 use std::io;
 use std::time::Duration;
 
+use exec_server_engine::OwnListener;
 use exec_server_transport::http::{self, HeadKind};
 use exec_server_transport::metrics::PrometheusText;
 use tokio::io::AsyncWriteExt as _;
@@ -175,6 +176,7 @@ pub async fn serve(listener: TcpListener, server: ExecServer) {
     /// Maximum number of concurrent scrapers; a few are usual.
     const SCRAPERS: usize = 32;
     let slots = std::sync::Arc::new(tokio::sync::Semaphore::new(SCRAPERS));
+    let _own = listener.local_addr().map(OwnListener::register);
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,

@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn local_addresses_are_told_from_others() {
+    fn is_local_accepts_only_addresses_of_this_machine() {
         for (address, local) in [
             ("127.0.0.1", true),
             ("127.9.9.9", true),

@@ -1,4 +1,4 @@
-//! Shared lock on an open directory, which tells other processes that this one uses names in it.
+//! Shared lock on an open directory, which shows other processes that this one uses names in it.
 //!
 //! A lock on a byte range that belongs to the open file description (`F_OFD_SETLK`): programs that
 //! lock a directory with `flock` are not affected. It ends when the last descriptor is closed.

@@ -86,7 +86,13 @@ struct McpHttpState {
     token: Option<[u8; 32]>,
     /// Addresses that have sent wrong tokens.
     throttle: Mutex<Throttle>,
+    /// Decides whether a process of this machine may use the server.
+    peers: Option<PeerCheck>,
 }
+
+/// Decides about a connection by the addresses of its ends: the peer's, and the listener's. May
+/// block. The flag says whether a token identifies the client.
+pub type PeerCheck = fn(SocketAddr, SocketAddr, bool) -> bool;
 
 impl std::fmt::Debug for McpHttpState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -131,8 +137,23 @@ impl McpHttpServer {
                 sessions,
                 token: token.map(|token| digest(token.expose().as_bytes())),
                 throttle: Mutex::default(),
+                peers: None,
             }),
         })
+    }
+
+    /// Refuses connections that this check refuses.
+    #[must_use]
+    pub fn with_peer_check(mut self, check: PeerCheck) -> Self {
+        if let Some(state) = Arc::get_mut(&mut self.state) {
+            state.peers = Some(check);
+        }
+        self
+    }
+
+    /// Address of the listener.
+    pub fn address(&self) -> SocketAddr {
+        self.address
     }
 
     /// URL for clients.
@@ -158,7 +179,7 @@ impl McpHttpServer {
             let state = Arc::clone(&self.state);
             // This task ends with the connection.
             tokio::spawn(async move {
-                state.connection(stream, peer.ip()).await;
+                state.connection(stream, peer).await;
                 drop(permit);
             });
         }
@@ -168,11 +189,13 @@ impl McpHttpServer {
 type McpHttpResponse = Response<BoxBody<Bytes, Infallible>>;
 
 impl McpHttpState {
-    async fn connection(self: Arc<Self>, stream: TcpStream, from: IpAddr) {
+    async fn connection(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
         let _ = stream.set_nodelay(true);
+        let (ends, from) = (stream.local_addr(), peer.ip());
         let service = service_fn(|request| {
             let state = Arc::clone(&self);
-            async move { Ok::<_, Infallible>(state.request(request, from).await) }
+            let ends = ends.as_ref().ok().map(|own| (peer, *own));
+            async move { Ok::<_, Infallible>(state.request(request, from, ends).await) }
         });
         let served = http1::Builder::new()
             .timer(TokioTimer::new())
@@ -184,9 +207,22 @@ impl McpHttpState {
         }
     }
 
-    async fn request(&self, request: Request<Incoming>, from: IpAddr) -> McpHttpResponse {
+    async fn request(
+        &self,
+        request: Request<Incoming>,
+        from: IpAddr,
+        ends: Option<(SocketAddr, SocketAddr)>,
+    ) -> McpHttpResponse {
         if request.uri().path() != PATH {
             return refusal(StatusCode::NOT_FOUND, "nothing is here but /mcp\n");
+        }
+        if let (Some(check), Some((peer, own))) = (self.peers, ends) {
+            let identified = self.token.is_some();
+            let admitted = tokio::task::spawn_blocking(move || check(peer, own, identified));
+            if !admitted.await.unwrap_or(false) {
+                let text = "a sandboxed process must not use its own server\n";
+                return refusal(StatusCode::FORBIDDEN, text);
+            }
         }
         if !self.admits(request.headers().get(AUTHORIZATION)) {
             // Only failures are slowed down: a good token is accepted whatever came before it.

@@ -213,8 +213,9 @@ fn literal(host: &Host<&str>) -> Option<IpAddr> {
     }
 }
 
-/// Returns an address and the IPv4 addresses that it embeds: a gateway or the kernel delivers
-/// packets for the one to the other.
+/// Returns an address and the addresses that it stands for: the IPv4 addresses that it embeds, and
+/// loopback for the unspecified address. A gateway or the kernel delivers packets for the one to the
+/// other.
 pub fn equivalent_addresses(address: IpAddr) -> Vec<IpAddr> {
     let mut equivalent_addresses = vec![address];
     if let IpAddr::V6(address) = address {
@@ -232,6 +233,15 @@ pub fn equivalent_addresses(address: IpAddr) -> Vec<IpAddr> {
             equivalent_addresses.push(v4(parts[1], parts[2]));
         }
     }
+    let unspecified: Vec<IpAddr> = equivalent_addresses
+        .iter()
+        .filter(|address| address.is_unspecified())
+        .map(|address| match address {
+            IpAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
+            IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
+        })
+        .collect();
+    equivalent_addresses.extend(unspecified);
     equivalent_addresses
 }
 
@@ -385,6 +395,30 @@ mod tests {
         ] {
             assert_eq!(check(&rules, allowed), Ok(()), "{allowed}");
         }
+    }
+
+    #[test]
+    fn rule_for_loopback_covers_the_unspecified_address_in_every_spelling() {
+        let rules = HostRules::new(&[], &["127.0.0.0/8", "::1"]).unwrap();
+        for denied in [
+            "0",
+            "0.0.0.0",
+            "0x0",
+            "00.0",
+            "[::]",
+            "[::ffff:0.0.0.0]",
+            "[::ffff:127.0.0.1]",
+            "[64:ff9b::7f00:1]",
+            "[64:ff9b::]",
+            "127.1",
+            "2130706433",
+            "[::1]",
+        ] {
+            assert!(check(&rules, denied).is_err(), "{denied}");
+        }
+        let resolved = rules.filter("x.test", addresses(&["0.0.0.0", "::", "::ffff:0.0.0.0"]));
+        assert!(resolved.is_err(), "{resolved:?}");
+        assert_eq!(check(&rules, "192.0.2.1"), Ok(()));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use crate::own_listeners::is_own;
 use exec_server_protocol::network::{
     PolicyAnswer, PolicyOutcome, PolicyProtocol, PolicyScope, PolicySource, PolicyTarget,
 };
@@ -223,6 +224,10 @@ impl AccessCheck {
             Ok(found) => {
                 let checked = self.policy.check_addresses(attempt.target, found);
                 let addresses = checked.map_err(baseline)?;
+                // Through its own server, the process could start others without a sandbox.
+                if addresses.iter().any(|&address| is_own(address)) {
+                    return Err(baseline(BlockReason::Denied));
+                }
                 let here = addresses.iter().any(|address| is_private(address.ip()));
                 match proxy {
                     Some(uri) if !here => AttemptRoute::Proxy(uri),

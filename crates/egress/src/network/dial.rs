@@ -6,6 +6,7 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::own_listeners::is_own;
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 
@@ -98,6 +99,11 @@ pub(crate) async fn resolve(
 pub(crate) async fn connect(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "it has no address");
     for address in addresses.iter().take(MAX_TRIED) {
+        if is_own(*address) {
+            let why =
+                format!("{address} is a listener of this server, which its processes must not use");
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+        }
         match tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await {
             Ok(Ok(stream)) => {
                 // Only an optimization: small writes are sent without delay.

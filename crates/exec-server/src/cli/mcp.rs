@@ -16,11 +16,12 @@ use exec_server_client::executor::{Executor, ExecutorConfig};
 use exec_server_client::{
     BoxFuture, ExecBackend, ExecutorFileSystem, LocalBackend, LocalFileSystem,
 };
+use exec_server_egress::own_listeners::OwnListener;
 use exec_server_engine::host;
-use exec_server_executor::descendants_of;
+use exec_server_executor::local_clients::{self, Admitted, Peer};
+use exec_server_executor::split_guardian;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::environment::EnvironmentInfo;
-use exec_server_sys::guardian;
 use exec_server_transport::Secret;
 use tokio::io::AsyncWriteExt as _;
 use tokio::signal::unix::{SignalKind, signal};
@@ -48,7 +49,7 @@ pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
         .any(|(_, place)| matches!(place, CommandLocation::Here))
     {
         // Before any thread starts: it ends what a sudden death would leave behind.
-        guardian::split(descendants_of).context("cannot start the guardian")?;
+        split_guardian().context("cannot start the guardian")?;
     }
     log_to_stderr()?;
     let token = args.http_token_file.as_deref().map(token).transpose()?;
@@ -85,6 +86,14 @@ async fn serve(
         return serve_stdio(server.clone()).await.context("the client");
     };
     let listening = McpHttpServer::bind(server.clone(), address, token).await?;
+    let _own = OwnListener::register(listening.address());
+    let listening = listening.with_peer_check(|peer, own, identified| {
+        match local_clients::admit(Peer::Addresses(peer, own)) {
+            Admitted::Yes => true,
+            Admitted::No => false,
+            Admitted::Unknown => identified,
+        }
+    });
     super::print(format!("{}\n", listening.url()).as_bytes())?;
     listening.serve().await;
     Ok(())
@@ -263,7 +272,7 @@ pub(super) fn run_proxy(args: McpProxyArgs) -> anyhow::Result<ExitCode> {
     let place = on::resolve(&args.server)?;
     if matches!(place, CommandLocation::Here) {
         // Before any thread starts: it ends what a sudden death would leave behind.
-        guardian::split(descendants_of).context("cannot start the guardian")?;
+        split_guardian().context("cannot start the guardian")?;
     }
     log_to_stderr()?;
     let runtime = runtime()?;

@@ -508,7 +508,7 @@ async fn sequence(
         let renames = (random.below(4) == 0).then(|| HostRenames::begin(&work));
         match random.below(8) {
             0..=3 => {
-                // Sometimes two commands at once.
+                // Sometimes starts two commands.
                 let mut ids = Vec::new();
                 for _ in 0..1 + random.below(2) {
                     let script = tree.script(&mut random);

@@ -18,6 +18,7 @@ mod attacks;
 mod files;
 mod managed;
 mod network;
+mod own_server;
 mod policies;
 mod processes;
 mod protected;

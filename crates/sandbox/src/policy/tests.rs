@@ -466,21 +466,6 @@ fn minimal_makes_platform_paths_and_their_links_readable() {
 }
 
 #[test]
-fn resolve_rejects_a_working_directory_of_another_platform() {
-    let tree = MemoryDisk::new(&["/w/"]);
-    let context = PolicyDirectories {
-        env: &BTreeMap::new(),
-        disk: &tree,
-        hidden: &[],
-        reads_only: false,
-    };
-    let mut foreign = sandbox(workspace(), &["/w"]);
-    foreign.cwd = Some(PathUri::parse("file:///C:/x").unwrap());
-    let error = resolve(&foreign, &context).unwrap_err();
-    assert!(matches!(error, PolicyError::Uri(_)), "{error}");
-}
-
-#[test]
 fn resolve_rejects_subpaths_outside_the_root_and_foreign_uris() {
     for subpath in ["../x", "/etc", "a/../../b"] {
         let error = try_view(&["/w/"], vec![entry(&format!("roots:{subpath}"), Read)]).unwrap_err();
