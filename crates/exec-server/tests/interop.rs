@@ -22,6 +22,7 @@ use exec_server_client::AttachRequest;
 use exec_server_testkit::rendezvous::RendezvousProcess;
 use exec_server_testkit::site::{HttpSite, answer};
 use exec_server_testkit::{codex, interop, proxy, server::ServerProcess};
+use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::process::Command;
 
@@ -754,6 +755,126 @@ impl CuttingProxy {
 impl Drop for CuttingProxy {
     fn drop(&mut self) {
         self.accepting.abort();
+    }
+}
+
+/// The options in a help page of the real executor, each with a valid value if it takes one.
+async fn real_options(arguments: &[&str]) -> Vec<Vec<String>> {
+    let output = Command::new(codex::binary())
+        .args(arguments)
+        .arg("--help")
+        .output()
+        .await
+        .unwrap();
+    let help = String::from_utf8(output.stdout).unwrap();
+    let mut options: Vec<Vec<String>> = Vec::new();
+    for line in help.lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        if words.first().is_some_and(|word| word.starts_with('-')) {
+            let names = words.iter().filter(|word| word.starts_with('-'));
+            let value = words.last().filter(|word| word.starts_with('<'));
+            for name in names {
+                let mut option = vec![name.trim_end_matches(',').to_owned()];
+                // Numbers are valid texts, too.
+                option.extend(value.map(|_| "1".to_owned()));
+                options.push(option);
+            }
+        } else if let Some(values) = line.trim().strip_prefix("[possible values: ")
+            && let Some(value) = options.last_mut().and_then(|option| option.get_mut(1))
+        {
+            let first = values.split([',', ']']).next().unwrap();
+            first.clone_into(value);
+        } else if line.contains("isolate (default) or inherit")
+            && let Some(value) = options.last_mut().and_then(|option| option.get_mut(1))
+        {
+            "isolate".clone_into(value);
+        }
+    }
+    options
+}
+
+/// Whatever a script passes to the real executor can be passed to ours.
+#[tokio::test]
+async fn every_option_of_the_real_executor_is_accepted() {
+    for (subcommand, least) in [
+        (&["exec-server"][..], 25),
+        (&["exec-server", "forward"], 15),
+    ] {
+        let options = real_options(subcommand).await;
+        assert!(options.len() >= least, "{options:?}");
+        for option in options {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+            // The help page is printed after all arguments before it were parsed.
+            command.args(subcommand).args(&option).arg("--help");
+            let output = command.output().await.unwrap();
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            assert!(
+                output.status.success(),
+                "{subcommand:?} {option:?}: {stderr}"
+            );
+        }
+    }
+    // The version is the one of the newest Codex that the tests know.
+    let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    command.arg0("codex").arg("--version");
+    let ours = command.output().await.unwrap();
+    let theirs = Command::new(codex::binary()).arg("--version").output();
+    if codex::version() == [0, 169, 0] {
+        assert_eq!(ours.stdout, theirs.await.unwrap().stdout);
+    }
+}
+
+/// If `/` is writable, the standard devices stay usable, on both servers alike: where nothing else is
+/// restricted, and in a view with a hidden directory.
+#[tokio::test]
+async fn devices_stay_if_the_root_is_writable() {
+    let home = codex::CodexHome::new();
+    let real = codex::exec_server(&home, &[]).await;
+    let (_, ours) = ours().await;
+    let hidden = home.work().join("hidden");
+    std::fs::create_dir(&hidden).unwrap();
+    let path = |path: &std::path::Path| format!("file://{}", path.display());
+    let root = json!({"path": {"type": "special", "value": {"kind": "root"}}, "access": "write"});
+    let denied = json!({"path": {"type": "path", "path": path(&hidden)}, "access": "none"});
+    // `ptmx` is a device or a link to one.
+    let script = "for d in null zero full random urandom tty; do stat -c '%n %t:%T %a' /dev/$d; done; \
+                  test -c /dev/ptmx && echo ptmx; test -d /dev/shm && echo shm; \
+                  echo x >/dev/null && echo written; head -c3 /dev/zero | od -An -tx1; \
+                  head -c3 /dev/urandom | wc -c; echo x 2>/dev/null >/dev/full || echo full; \
+                  ls hidden 2>/dev/null || echo hidden; touch made && echo made";
+    for entries in [vec![root.clone()], vec![root, denied]] {
+        let mut printed = Vec::new();
+        for (server, name) in [(&real, "theirs"), (&ours, "ours")] {
+            let args = RemoteExecServerConnectArgs::new(server.url(), "interop");
+            let client = ExecServerClient::connect(args).await.unwrap();
+            let work = path(&home.work());
+            let sandbox = json!({
+                "permissions": {"type": "managed", "network": "restricted",
+                    "file_system": {"type": "restricted", "entries": entries}},
+                "cwd": work, "workspaceRoots": [work], "windowsSandboxLevel": "disabled",
+                "useLegacyLandlock": false,
+            });
+            let params = json!({
+                "processId": name, "argv": ["/bin/sh", "-c", script], "cwd": work, "tty": false,
+                "env": {"PATH": "/usr/bin:/bin"}, "sandbox": sandbox,
+            });
+            let params: StartParams = serde_json::from_value(params).unwrap();
+            let process = client.start(params).await.unwrap().process;
+            let output = process.output(CollectOptions::default()).await.unwrap();
+            printed.push(String::from_utf8(output.stdout).unwrap());
+            let capabilities = &client.environment_info().await.unwrap().capabilities;
+            assert!(capabilities["linuxRootWritePreservesDevices"], "{name}");
+        }
+        assert_eq!(printed[0], printed[1]);
+        for part in [
+            "null 1:3 666",
+            "ptmx\n",
+            "written\n",
+            "00 00 00\n3\n",
+            "made\n",
+        ] {
+            assert!(printed[1].contains(part), "no {part:?} in {}", printed[1]);
+        }
     }
 }
 

@@ -102,7 +102,47 @@ pub struct ProxySettings {
     pub credential_masking: Option<bool>,
     /// Sources of those credentials.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub credential_providers: Option<Value>,
+    pub credential_providers: Option<BTreeMap<String, CredentialProvider>>,
+}
+
+/// Source of one kind of credentials, and the requests into which they are inserted.
+///
+/// No server of this project offers this; the shape is checked, and the start is refused with the
+/// reason.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CredentialProvider {
+    /// Variables that contain a credential.
+    pub env: Vec<String>,
+    /// Patterns of credentials.
+    pub patterns: Vec<String>,
+    /// Beginnings of the URLs that get the credential.
+    pub url_prefixes: Vec<String>,
+    /// Variable that contains such a beginning.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub url_prefix_from_env: Option<String>,
+    /// How the credential is sent.
+    pub auth: Vec<CredentialAuth>,
+    /// Header that contains the credential.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub header: Option<String>,
+    /// Text before the credential in that header.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prefix: Option<String>,
+}
+
+/// How a credential is sent.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CredentialAuth {
+    /// `Authorization: Bearer`.
+    Bearer,
+    /// `Authorization: token`.
+    Token,
+    /// `Authorization: Basic`.
+    Basic,
+    /// A header of its own.
+    Header(Value),
 }
 
 /// Restriction of methods and protocols.

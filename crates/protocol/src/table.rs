@@ -628,6 +628,30 @@ mod tests {
         }
     }
 
+    /// A client that knows no extensions closes the connection at an unknown notification above 8 KiB.
+    /// So none is added that a client has not requested with an added method.
+    #[test]
+    fn added_notifications_are_sent_only_to_clients_that_use_an_added_method() {
+        let mut notifications = Vec::new();
+        for id in MethodId::ALL {
+            let row = id.row();
+            for name in row.extensions {
+                if name.contains('#') || MethodId::of(name).is_some() {
+                    continue;
+                }
+                assert!(row.extensions.contains(&row.name), "{name} of {}", row.name);
+                notifications.push(*name);
+            }
+        }
+        notifications.sort_unstable();
+        let expected = [
+            "command/exec/exited",
+            "command/exec/outputDelta",
+            "fs/changed",
+        ];
+        assert_eq!(notifications, expected);
+    }
+
     /// What the compatible wire and its extensions call the members of params, nested ones included.
     const NAMES: &str = "\
         afterSeq all allowLocalBinding any appVersion arg0 argv auditMetadata authMode bodyBase64 \

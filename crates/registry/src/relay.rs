@@ -30,6 +30,7 @@ use futures_util::future::OptionFuture;
 use futures_util::task::AtomicWaker;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
 
 use exec_server_transport::backoff::Backoff;
 use exec_server_transport::frame::close_code;
@@ -96,6 +97,8 @@ pub struct ExecutorAttachment {
     pub link: Link,
     /// Registration of the socket; used in all handshakes from now on.
     pub registration_id: String,
+    /// Cancelled to close this socket and open another.
+    pub cut: CancellationToken,
 }
 
 /// Reason why a socket cannot be opened.
@@ -434,6 +437,7 @@ impl Drop for EndStreamsOnDrop {
 struct OpenedSocket {
     link: Link,
     registration_id: Option<String>,
+    cut: CancellationToken,
 }
 
 impl From<Link> for OpenedSocket {
@@ -441,6 +445,7 @@ impl From<Link> for OpenedSocket {
         Self {
             link,
             registration_id: None,
+            cut: CancellationToken::new(),
         }
     }
 }
@@ -450,6 +455,7 @@ impl From<ExecutorAttachment> for OpenedSocket {
         Self {
             link: attachment.link,
             registration_id: Some(attachment.registration_id),
+            cut: attachment.cut,
         }
     }
 }
@@ -478,6 +484,7 @@ where
                 let OpenedSocket {
                     link,
                     registration_id,
+                    cut,
                 } = dialled.into();
                 shared.update(|endpoint, now| {
                     if let Some(id) = registration_id {
@@ -485,7 +492,10 @@ where
                     }
                     endpoint.socket_up(now);
                 });
-                let error = use_socket(shared, link, &done).await;
+                let error = tokio::select! {
+                    error = use_socket(shared, link, &done) => error,
+                    () = cut.cancelled() => None,
+                };
                 shared.update(|endpoint, _| endpoint.socket_lost());
                 redial.lived(now() - up);
                 if let Some(error) = error {

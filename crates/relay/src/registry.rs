@@ -36,6 +36,9 @@ pub struct RegisterResponse {
     pub security_profile: String,
     /// Registration id, which is part of the handshake prologue.
     pub executor_registration_id: String,
+    /// Whether the executor should keep trying if this registry refuses it later; an extension.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub retry_refusals: bool,
 }
 
 /// `POST …/connect`, from the harness.

@@ -467,6 +467,8 @@ impl ExecutorRegistry {
             environment_id: id,
             security_profile: SECURITY_PROFILE.to_owned(),
             executor_registration_id: registration,
+            // A token or an environment that was removed may be added again.
+            retry_refusals: true,
         })
     }
 

@@ -24,7 +24,7 @@ const CAPABILITIES: &[(&str, bool)] = &[
     ("fsWatchMissing", true),
     ("httpHeaderEnvVars", true),
     ("linuxApprovedRootWritePreservesRestrictions", false),
-    ("linuxRootWritePreservesDevices", false),
+    ("linuxRootWritePreservesDevices", true),
     ("networkProxyLaunch", true),
     ("networkProxyReviewDomains", true),
     ("sandboxedFileStreaming", true),

@@ -225,6 +225,22 @@ impl Drop for CodexExecutor {
     }
 }
 
+/// Command of `codex exec-server --remote` with an API key.
+#[must_use]
+pub fn remote_executor_command(
+    home: &CodexHome,
+    url: &str,
+    environment: &str,
+    key: &str,
+) -> Command {
+    let mut command = home.command();
+    command
+        .env("CODEX_API_KEY", key)
+        .args(["exec-server", "--remote", url])
+        .args(["--environment-id", environment]);
+    command
+}
+
 /// Starts `codex exec-server --remote` with extra environment variables.
 ///
 /// # Panics
@@ -236,12 +252,14 @@ pub fn remote_executor(
     registry: &CodexRegistry,
     variables: &[(&str, &str)],
 ) -> CodexExecutor {
-    let mut command = home.command();
+    let CodexRegistry {
+        url,
+        environment,
+        token,
+    } = registry;
+    let mut command = remote_executor_command(home, url, environment, token);
     command
         .envs(variables.iter().copied())
-        .env("CODEX_API_KEY", &registry.token)
-        .args(["exec-server", "--remote", &registry.url])
-        .args(["--environment-id", &registry.environment])
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null())

@@ -9,6 +9,7 @@
 
 pub mod codex;
 pub mod fake_model;
+pub mod fake_registry;
 pub mod http;
 pub mod interop;
 pub mod nats;

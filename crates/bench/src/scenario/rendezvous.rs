@@ -362,6 +362,7 @@ async fn serve(
                 Ok(ExecutorAttachment {
                     link,
                     registration_id,
+                    cut: Default::default(),
                 })
             }
         };

@@ -274,6 +274,15 @@ fn proxy_of(
     if settings.credential_masking == Some(true) {
         return Err(config("credential masking is not available here"));
     }
+    if settings
+        .credential_providers
+        .as_ref()
+        .is_some_and(|providers| !providers.is_empty())
+    {
+        return Err(config(
+            "`credentialProviders` is not supported: credential masking is not available here",
+        ));
+    }
     if settings.dangerously_allow_all_unix_sockets {
         return Err(config("this proxy does not reach unix sockets"));
     }

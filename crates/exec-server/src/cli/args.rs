@@ -603,6 +603,21 @@ pub(super) struct RemoteArgs {
     #[arg(long, hide_short_help = true)]
     pub(super) danger_plain_http: bool,
 
+    /// Run this shell command before each connection; its output is the registry's token
+    #[arg(long, value_name = "COMMAND", hide_short_help = true)]
+    pub(super) credential_command: Option<String>,
+
+    /// Keep trying if the registry reports that the environment is gone
+    ///
+    /// Without it, the program then exits with 1, unless the registry asks executors to stay, as
+    /// `exec-server rendezvous` does.
+    #[arg(long, hide_short_help = true)]
+    pub(super) stay: bool,
+
+    /// Serve GET /ready and POST /suspend, /resume and /terminate on this loopback address
+    #[arg(long, value_name = "IP:PORT", hide_short_help = true)]
+    pub(super) lifecycle_listen: Option<String>,
+
     /// Whether this program was called as `codex exec-server`.
     #[arg(skip)]
     pub(super) as_codex: bool,

@@ -2,7 +2,9 @@
 
 use std::process::ExitCode;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
+use exec_server_client::LocalBackend;
+use exec_server_executor::{Executor, ExecutorConfig};
 use exec_server_service::remote::{self, ForwardDestination, RemoteStatus};
 use exec_server_transport::connect::check_url;
 use exec_server_transport::{ConnectOptions, Secret};
@@ -71,7 +73,11 @@ async fn forward(
     destination: ForwardDestination,
 ) -> anyhow::Result<()> {
     let mut stop = StopSignals::new()?;
-    let setup = RemoteSetup::new(settings, &args.remote).await?;
+    if settings.text("remote.lifecycle_listen").is_some() {
+        bail!("--lifecycle-listen is for executors, not for `forward`");
+    }
+    let executor = Executor::new(ExecutorConfig::default()).context("cannot start commands")?;
+    let setup = RemoteSetup::new(settings, &args.remote, LocalBackend::new(executor)).await?;
     let (status, attached) = watch::channel(RemoteStatus::Connecting);
     let announce = setup.announce(attached);
     let RemoteSetup { config, ending, .. } = setup;

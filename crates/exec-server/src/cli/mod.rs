@@ -13,6 +13,7 @@ mod forward;
 mod fs;
 mod issuer;
 mod kill;
+mod lifecycle;
 mod log;
 #[cfg(feature = "mcp")]
 mod mcp;

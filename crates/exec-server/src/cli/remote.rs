@@ -12,12 +12,14 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail};
-use exec_server_client::BoxFuture;
+use exec_server_client::{BoxFuture, CollectOptions, ExecBackend as _, LocalBackend};
+use exec_server_protocol::process::{StartParams, TerminateMode};
 use exec_server_registry::auth::{MAX_LINE_BYTES, RegistryAuth, ScopedCredential};
-use exec_server_registry::identity;
+use exec_server_registry::identity::{self, IdentityError};
 use exec_server_registry::{AgentIdentity, Proxies, RegistryOptions, RegistryUrl};
+use exec_server_relay::noise::StaticKeys;
 use exec_server_service::ExecServer;
-use exec_server_service::remote::{self, RemoteEnvironmentConfig, RemoteStatus};
+use exec_server_service::remote::{self, RemoteEnvironmentConfig, RemoteStatus, Renewal};
 use exec_server_transport::Secret;
 use rustix::pipe::pipe;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
@@ -25,15 +27,23 @@ use tokio::sync::watch;
 use zeroize::Zeroizing;
 
 use super::args::RemoteArgs;
+use super::error::notice;
+use super::lifecycle::{self, Lifecycle};
 use super::serve::StopSignals;
 use super::settings::{
     ACCESS_TOKEN_VARIABLE, AGENT_AUTH_API_VARIABLE, API_KEY_VARIABLE, CODEX_API_KEY_VARIABLE,
-    KEY_DESCRIPTOR_VARIABLE, STATE_VARIABLE, Settings, variable,
+    KEY_DESCRIPTOR_VARIABLE, STATE_VARIABLE, Settings, environment, variable,
 };
 use super::systemd;
 
 /// Maximum length of the line of `--registration-bearer-stdin`, with its newline.
 const MAX_BEARER_LINE: u64 = 16 << 10;
+
+/// How long the command that prints a credential may run.
+const CREDENTIAL_COMMAND_LIMIT: Duration = Duration::from_secs(30);
+
+/// Output of that command that is read; a token is much shorter.
+const MAX_COMMAND_OUTPUT: usize = 64 << 10;
 
 /// How long the first credential may take.
 const FIRST_CREDENTIAL: Duration = Duration::from_secs(30);
@@ -54,8 +64,13 @@ pub(super) fn check(settings: &Settings, args: &RemoteArgs) -> anyhow::Result<()
                 "--registration-bearer-stdin",
             ),
         ] {
-            if given && settings.is_given("remote.token_file") {
-                bail!("{flag} and --remote-token-file cannot be combined");
+            for (name, other) in [
+                ("remote.token_file", "--remote-token-file"),
+                ("remote.credential_command", "--credential-command"),
+            ] {
+                if given && settings.is_given(name) {
+                    bail!("{flag} and {other} cannot be combined");
+                }
             }
         }
         return Ok(());
@@ -75,6 +90,9 @@ pub(super) fn check(settings: &Settings, args: &RemoteArgs) -> anyhow::Result<()
         ),
         (args.use_agent_identity_auth, "--use-agent-identity-auth"),
         (args.exit_on_stdin_close, "--exit-on-stdin-close"),
+        (args.stay, "--stay"),
+        (args.credential_command.is_some(), "--credential-command"),
+        (args.lifecycle_listen.is_some(), "--lifecycle-listen"),
     ];
     if let Some((_, flag)) = alone.into_iter().find(|(given, _)| *given) {
         bail!("{flag} requires --remote");
@@ -163,7 +181,13 @@ pub(super) struct RemoteSetup {
 
 impl RemoteSetup {
     /// Reads keys and credentials; waits for the first ones if they come by standard input.
-    pub(super) async fn new(settings: &Settings, args: &RemoteArgs) -> anyhow::Result<Self> {
+    ///
+    /// `backend` runs the command that prints the credentials.
+    pub(super) async fn new(
+        settings: &Settings,
+        args: &RemoteArgs,
+        backend: LocalBackend,
+    ) -> anyhow::Result<Self> {
         let registry_url = settings
             .text("remote.url")
             .context("no registry given: pass --remote URL")?;
@@ -172,11 +196,13 @@ impl RemoteSetup {
             .context("--remote requires --environment-id")?
             .trim();
         let url = RegistryUrl::new(registry_url, environment_id)?;
-        let path = settings.identity_file().with_context(|| {
-            format!("no directory for the keys: pass --identity-file FILE or set {STATE_VARIABLE}")
-        })?;
-        let identity = identity::load_or_create(&path)?;
-        let (auth, ending) = auth(settings, args, environment_id).await?;
+        let Credentials {
+            auth,
+            ending,
+            renewal,
+            foreign,
+        } = Credentials::read(settings, args, environment_id, backend).await?;
+        let identity = identity(settings, foreign)?;
         let mut registry = RegistryOptions::new(auth);
         registry.tls.pin = match settings.text("remote.tls_pin") {
             Some(pin) => Some(pin.parse()?),
@@ -188,6 +214,8 @@ impl RemoteSetup {
         let mut config =
             RemoteEnvironmentConfig::new(registry_url, environment_id, registry, identity);
         config.name = settings.text("remote.name").map(str::to_owned);
+        config.renewal = renewal;
+        config.stay = settings.flag("remote.stay");
         Ok(Self {
             config,
             ending,
@@ -215,64 +243,160 @@ impl RemoteSetup {
     }
 }
 
-async fn auth(
-    settings: &Settings,
-    args: &RemoteArgs,
-    environment_id: &str,
-) -> anyhow::Result<(RegistryAuth, EndFuture)> {
-    let mut handed_over = handed_over()?;
-    let mut take = |name: &str| {
-        let at = handed_over.iter().position(|(given, _)| given == name)?;
-        Some(handed_over.swap_remove(at).1).filter(|value| !value.expose().is_empty())
-    };
-    if args.executor_credential_stdin {
-        let (auth, ending) = credentials_from_stdin(environment_id.to_owned()).await?;
-        return Ok((auth, Box::pin(ending)));
+/// The keys that identify this machine: from their file, or new ones.
+///
+/// New ones are made for a registry of others (`foreign`), unless a file is named: copies of a machine
+/// must not have the same keys, and the commands of others must not be able to read them. New ones are
+/// also made if the default file cannot be written, as on a read-only machine.
+fn identity(settings: &Settings, foreign: bool) -> anyhow::Result<StaticKeys> {
+    let path = settings.identity_file();
+    if settings.is_given("remote.identity_file") {
+        let path = path.context("--identity-file is empty")?;
+        return Ok(identity::load_or_create(&path)?);
     }
-    if args.registration_bearer_stdin {
+    if foreign {
+        return Ok(identity::generate());
+    }
+    let reason = match path {
+        None => format!("there is no state directory (set HOME or {STATE_VARIABLE})"),
+        Some(path) => match identity::load_or_create(&path) {
+            Ok(identity) => return Ok(identity),
+            Err(
+                error @ IdentityError::Io {
+                    action: "write", ..
+                },
+            ) => error.to_string(),
+            Err(error) => return Err(error.into()),
+        },
+    };
+    notice(&format!(
+        "{reason}: the keys of this environment are in memory, and clients refuse the next ones"
+    ));
+    Ok(identity::generate())
+}
+
+/// Credentials for the registry, and where they come from.
+struct Credentials {
+    auth: RegistryAuth,
+    ending: EndFuture,
+    renewal: Option<Renewal>,
+    /// Whether they are those of a service that runs Codex.
+    foreign: bool,
+}
+
+impl Credentials {
+    async fn read(
+        settings: &Settings,
+        args: &RemoteArgs,
+        environment_id: &str,
+        backend: LocalBackend,
+    ) -> anyhow::Result<Self> {
+        let mut handed_over = handed_over()?;
+        let mut take = |name: &str| {
+            let at = handed_over.iter().position(|(given, _)| given == name)?;
+            Some(handed_over.swap_remove(at).1).filter(|value| !value.expose().is_empty())
+        };
+        let mut credentials = Self {
+            auth: RegistryAuth::Open,
+            ending: Box::pin(pending()),
+            renewal: None,
+            foreign: args.as_codex,
+        };
+        if args.executor_credential_stdin {
+            let (auth, ending) = credentials_from_stdin(environment_id.to_owned()).await?;
+            credentials.auth = auth;
+            credentials.ending = Box::pin(ending);
+            return Ok(credentials);
+        }
         let mut input = BufReader::new(tokio::io::stdin());
-        let bearer = bearer_from_stdin(&mut input).await?;
-        let ending: EndFuture = match args.exit_on_stdin_close {
-            true => Box::pin(async move {
+        let bearer = match args.registration_bearer_stdin {
+            true => Some(bearer_from_stdin(&mut input).await?),
+            false => None,
+        };
+        if args.exit_on_stdin_close {
+            credentials.ending = Box::pin(async move {
                 tokio::io::copy(&mut input, &mut tokio::io::sink()).await?;
                 Ok(())
-            }),
-            false => Box::pin(pending()),
+            });
+        }
+        credentials.auth = if let Some(bearer) = bearer {
+            RegistryAuth::bearer(bearer)
+        } else if args.use_agent_identity_auth {
+            credentials.foreign = true;
+            let token = take(ACCESS_TOKEN_VARIABLE).with_context(|| {
+                format!("--use-agent-identity-auth needs {ACCESS_TOKEN_VARIABLE}")
+            })?;
+            let api = variable(AGENT_AUTH_API_VARIABLE).with_context(|| {
+                format!("--use-agent-identity-auth needs {AGENT_AUTH_API_VARIABLE}")
+            })?;
+            RegistryAuth::Agent(Arc::new(AgentIdentity::new(
+                &token,
+                &api,
+                Proxies::of_variables(variable),
+            )?))
+        } else if let Some(command) = settings.text("remote.credential_command") {
+            let (newest, receiver) = watch::channel(None);
+            let command = command.to_owned();
+            credentials.renewal = Some(Renewal::new(move || {
+                let (command, backend, newest) = (command.clone(), backend.clone(), newest.clone());
+                async move {
+                    let token = token_of_command(&backend, &command).await?;
+                    newest.send_replace(Some(token));
+                    Ok(())
+                }
+            }));
+            RegistryAuth::Renewed(receiver)
+        } else if let Some(path) = settings.path("remote.token_file") {
+            RegistryAuth::BearerFile(path)
+        } else if let Some(key) = take(API_KEY_VARIABLE) {
+            RegistryAuth::bearer(key)
+        } else if let Some(key) = take(CODEX_API_KEY_VARIABLE) {
+            credentials.foreign = true;
+            RegistryAuth::bearer(key)
+        } else if args.as_codex {
+            bail!(
+                "no credentials for the registry: set {CODEX_API_KEY_VARIABLE}, or pass \
+                 --registration-bearer-stdin, --executor-credential-stdin or \
+                 --use-agent-identity-auth"
+            );
+        } else {
+            RegistryAuth::Open
         };
-        return Ok((RegistryAuth::bearer(bearer), ending));
+        Ok(credentials)
     }
-    let ending: EndFuture = match args.exit_on_stdin_close {
-        true => Box::pin(async {
-            let mut rest = tokio::io::stdin();
-            tokio::io::copy(&mut rest, &mut tokio::io::sink()).await?;
-            Ok(())
-        }),
-        false => Box::pin(pending()),
+}
+
+/// Runs a shell command and returns the line that it prints: a token.
+async fn token_of_command(backend: &LocalBackend, command: &str) -> anyhow::Result<Secret> {
+    let params = StartParams {
+        process_id: "credential".to_owned(),
+        argv: ["/bin/sh", "-c", command].map(str::to_owned).to_vec(),
+        env: environment(),
+        ..StartParams::default()
     };
-    let auth = if args.use_agent_identity_auth {
-        let token = take(ACCESS_TOKEN_VARIABLE)
-            .with_context(|| format!("--use-agent-identity-auth needs {ACCESS_TOKEN_VARIABLE}"))?;
-        let api = variable(AGENT_AUTH_API_VARIABLE).with_context(|| {
-            format!("--use-agent-identity-auth needs {AGENT_AUTH_API_VARIABLE}")
-        })?;
-        RegistryAuth::Agent(Arc::new(AgentIdentity::new(
-            &token,
-            &api,
-            Proxies::of_variables(variable),
-        )?))
-    } else if let Some(path) = settings.path("remote.token_file") {
-        RegistryAuth::BearerFile(path)
-    } else if let Some(key) = take(API_KEY_VARIABLE).or_else(|| take(CODEX_API_KEY_VARIABLE)) {
-        RegistryAuth::bearer(key)
-    } else if args.as_codex {
+    let process = backend.start(params).await?.process;
+    let mut options = CollectOptions::default();
+    options.deadline = Some(CREDENTIAL_COMMAND_LIMIT);
+    options.max_bytes = MAX_COMMAND_OUTPUT;
+    let output = process.output(options).await?;
+    let Some(exit) = output.exit else {
+        let _ = process.terminate(TerminateMode::Force, false).await;
+        bail!("the credential command did not end within {CREDENTIAL_COMMAND_LIMIT:?}");
+    };
+    if exit.exit_code != 0 {
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let stderr = stderr.lines().next_back().unwrap_or_default();
         bail!(
-            "no credentials for the registry: set {CODEX_API_KEY_VARIABLE}, or pass \
-             --registration-bearer-stdin, --executor-credential-stdin or --use-agent-identity-auth"
+            "the credential command ended with {}: {stderr}",
+            exit.exit_code
         );
-    } else {
-        RegistryAuth::Open
-    };
-    Ok((auth, ending))
+    }
+    let text = Zeroizing::new(output.stdout);
+    let token = text.trim_ascii();
+    if token.is_empty() || !token.iter().all(u8::is_ascii_graphic) {
+        bail!("the credential command must print one line with a token");
+    }
+    Ok(Secret::from(std::str::from_utf8(token)?))
 }
 
 /// The bearer of standard input: one line without blanks. There is no time limit.
@@ -344,8 +468,25 @@ pub(super) async fn serve(
     args: &RemoteArgs,
     stop: StopSignals,
 ) -> anyhow::Result<()> {
-    let setup = RemoteSetup::new(settings, args).await?;
+    let backend = LocalBackend::new(server.executor().clone());
+    let setup = RemoteSetup::new(settings, args, backend).await?;
     let (status, attached) = watch::channel(RemoteStatus::Connecting);
+    let control = setup.config.control.clone();
+    let lifecycle = match settings.text("remote.lifecycle_listen") {
+        Some(address) => Some(Lifecycle::listen(address, control.clone(), attached.clone()).await?),
+        None => None,
+    };
+    let terminated = lifecycle
+        .as_ref()
+        .map(|lifecycle| lifecycle.terminated.clone());
+    let terminated = terminated.unwrap_or_default();
+    let beside = async move {
+        tokio::join!(lifecycle::watch_clocks(control), async {
+            if let Some(lifecycle) = lifecycle {
+                lifecycle.serve().await;
+            }
+        });
+    };
     let announce = setup.announce(attached);
     let RemoteSetup { config, ending, .. } = setup;
     let mut serving = pin!(remote::serve(server, config, status));
@@ -356,7 +497,12 @@ pub(super) async fn serve(
                 server.drain().await;
                 outcome
             }
+            () = terminated.cancelled() => {
+                server.drain().await;
+                Ok(())
+            }
             outcome = announce => outcome,
+            () = beside => Ok(()),
         }
     };
     let outcome = tokio::select! {

@@ -112,6 +112,9 @@ pub(super) const KEYS: &[(&str, ValueKind)] = &[
     ("remote.tls_pin", ValueKind::Text),
     ("remote.tls_ca", ValueKind::Text),
     ("remote.danger_plain_http", ValueKind::Flag),
+    ("remote.credential_command", ValueKind::Text),
+    ("remote.stay", ValueKind::Flag),
+    ("remote.lifecycle_listen", ValueKind::Text),
     ("limits.connections", ValueKind::Count(1)),
     ("limits.connections_per_address", ValueKind::Count(1)),
     ("limits.sessions", ValueKind::Count(1)),
@@ -594,6 +597,7 @@ fn defaults() -> Vec<(&'static str, Value)> {
         ("auth.danger_no_auth", Value::Boolean(false)),
         ("tls.self_signed", Value::Boolean(false)),
         ("remote.danger_plain_http", Value::Boolean(false)),
+        ("remote.stay", Value::Boolean(false)),
         ("limits.connections", count(config.max_connections)),
         (
             "limits.connections_per_address",
@@ -775,6 +779,17 @@ fn flags(args: &ServeArgs) -> Vec<(&'static str, &'static str, Value)> {
         "remote.danger_plain_http",
         "--danger-plain-http",
         switch(remote.danger_plain_http),
+    );
+    put(
+        "remote.credential_command",
+        "--credential-command",
+        remote.credential_command.as_deref().map(text),
+    );
+    put("remote.stay", "--stay", switch(remote.stay));
+    put(
+        "remote.lifecycle_listen",
+        "--lifecycle-listen",
+        remote.lifecycle_listen.as_deref().map(text),
     );
     put("times.drain", "--drain", args.drain.as_deref().map(text));
     put(

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 mod attend;
+mod codex;
 mod environments;
 mod examples;
 mod messages;

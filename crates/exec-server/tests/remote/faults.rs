@@ -292,7 +292,7 @@ async fn key_of_a_known_environment_cannot_be_replaced_by_the_registry() {
 async fn registration_is_retried_without_limit_after_a_temporary_failure() {
     let at = StubServer::new().await;
     *at.stub.register.lock().unwrap() = Some((503, json!({})));
-    let mut executor = InspectedExecutor::new(&at, |_| {});
+    let mut executor = InspectedExecutor::new(&at, |config| config.stay = true);
     let asked = async |times| {
         while at.stub.registrations.load(Ordering::Relaxed) < times {
             tokio::time::sleep(Duration::from_millis(10)).await;

@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::time::timeout;
 
+use super::lifecycle;
 use super::stage::{CuttableProxy, Deployment, RunningProgram, program};
 use super::stub::StubServer;
 use super::{collect, lines, sh};
@@ -154,6 +155,18 @@ fn stub_registry(at: &StubServer) -> CodexRegistry {
         url: at.url(),
         environment: "env".to_owned(),
         token: "token".to_owned(),
+    }
+}
+
+/// The real executor behaves as the table says; `lifecycle` plays it with ours.
+#[tokio::test]
+async fn real_executor_exits_or_retries_as_the_table_says() {
+    let home = CodexHome::new();
+    for (case, expected, _) in lifecycle::CASES {
+        lifecycle::play(*case, *expected, &|url| {
+            codex::remote_executor_command(&home, url, "env", "key")
+        })
+        .await;
     }
 }
 

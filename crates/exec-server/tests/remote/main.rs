@@ -16,6 +16,7 @@ mod guide;
 mod harness;
 #[cfg(feature = "interop")]
 mod interop;
+mod lifecycle;
 mod operators;
 mod rendezvous;
 mod rendezvous_server;

@@ -358,6 +358,7 @@ fn echo(
                 Ok(ExecutorAttachment {
                     link,
                     registration_id,
+                    cut: Default::default(),
                 })
             }
         };

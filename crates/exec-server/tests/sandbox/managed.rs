@@ -495,6 +495,31 @@ async fn start_rejects_invalid_proxy_settings() {
             "credential masking",
         ),
         (
+            launch(proxy(
+                json!({}),
+                json!({"credentialProviders": {"own": {
+                    "env": ["TOKEN"], "patterns": ["tok-.*"], "url_prefixes": ["https://a/"],
+                    "url_prefix_from_env": "BASE", "auth": ["bearer", "token", "basic", {"header": "x"}],
+                    "header": "x-key", "prefix": "Key ",
+                }}}),
+            )),
+            "`credentialProviders` is not supported: credential masking is not available here",
+        ),
+        (
+            launch(proxy(
+                json!({}),
+                json!({"credentialProviders": {"own": {"urlPrefixes": []}}}),
+            )),
+            "unknown field `urlPrefixes`",
+        ),
+        (
+            launch(proxy(
+                json!({}),
+                json!({"credentialProviders": {"own": {"auth": ["digest"]}}}),
+            )),
+            "unknown variant `digest`",
+        ),
+        (
             json!({"proxy": good(), "policyDecisionTimeoutMs": 0}),
             "must be nonzero",
         ),

@@ -76,8 +76,8 @@ const FLAGS: &[CoverageItem] = &[
     ),
     (
         "linuxRootWritePreservesDevices",
-        Absent("its meaning is not known well enough to promise it"),
-        &[],
+        Served,
+        &["interop::devices_stay_if_the_root_is_writable"],
     ),
     (
         "networkProxyLaunch",

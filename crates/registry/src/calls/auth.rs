@@ -36,6 +36,8 @@ pub enum RegistryAuth {
     },
     /// Bearer token in a file, which is read for each call because the token may be renewed.
     BearerFile(PathBuf),
+    /// Bearer token that its owner replaces at runtime.
+    Renewed(watch::Receiver<Option<Secret>>),
     /// Bearer token that is replaced at runtime; see [`ScopedCredential`].
     Scoped(watch::Receiver<Option<ScopedCredential>>),
     /// Signatures of an agent.
@@ -63,6 +65,12 @@ impl RegistryAuth {
                 Ok(headers)
             }
             Self::BearerFile(path) => Ok(vec![bearer(&read_token(path)?)]),
+            Self::Renewed(newest) => {
+                let newest = newest.borrow();
+                Ok(vec![bearer(
+                    newest.as_ref().ok_or(CredentialError::Missing)?,
+                )])
+            }
             Self::Scoped(newest) => {
                 let newest = newest.borrow();
                 let credential = newest.as_ref().ok_or(CredentialError::Missing)?;
@@ -123,6 +131,9 @@ pub enum CredentialError {
     /// The last credential has expired and no new one was received.
     #[error("the executor credential has expired")]
     Expired,
+    /// No new credential could be obtained.
+    #[error("cannot renew the credential: {0}")]
+    Renewal(String),
     /// The agent cannot sign.
     #[error(transparent)]
     Agent(#[from] AgentIdentityError),

@@ -160,11 +160,11 @@ fn shown(message: &str) -> String {
 
 impl RegistryError {
     /// Returns whether the registry is unavailable: it did not respond, or it reported a timeout, a
-    /// rate limit (429) or an internal failure.
+    /// rate limit (425, 429) or an internal failure.
     pub fn is_outage(&self) -> bool {
         match self {
             Self::Unreachable { .. } | Self::Timeout { .. } => true,
-            Self::Status { status, .. } => matches!(status, 500..|408| 429),
+            Self::Status { status, .. } => matches!(status, 500..|408| 425 | 429),
             _ => false,
         }
     }

@@ -177,6 +177,7 @@ impl RelayFixture {
                 Ok(ExecutorAttachment {
                     link,
                     registration_id,
+                    cut: Default::default(),
                 })
             }
         };

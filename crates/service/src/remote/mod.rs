@@ -12,6 +12,7 @@
 //!     └──────── same url, growing pauses ◄─────┘ lost
 //! ```
 
+mod control;
 mod forward;
 mod validate;
 
@@ -38,6 +39,7 @@ use crate::auth::{AuthMethod, ClientIdentity};
 use crate::config::ExecServerConfig;
 use crate::server::{ExecServer, SessionLifetime};
 
+pub use control::{Control, Renewal};
 pub use forward::{ForwardDestination, forward};
 pub use validate::ValidationPolicy;
 use validate::Validator;
@@ -67,6 +69,13 @@ pub struct RemoteEnvironmentConfig {
     pub limits: EndpointLimits,
     /// How long a validation of a harness by the registry stays valid.
     pub validation: ValidationPolicy,
+    /// Renews the credentials before each connection.
+    pub renewal: Option<Renewal>,
+    /// Whether to keep trying when the registry reports that the environment is gone. Registries of
+    /// this project request this in their responses.
+    pub stay: bool,
+    /// Suspends, resumes and replaces the connection.
+    pub control: Control,
     /// Configuration of the server behind the streams; [`forward()`] does not use it.
     pub server: ExecServerConfig,
 }
@@ -87,6 +96,9 @@ impl RemoteEnvironmentConfig {
             identity,
             limits: EndpointLimits::default(),
             validation: ValidationPolicy::default(),
+            renewal: None,
+            stay: false,
+            control: Control::default(),
             server: ExecServerConfig::default(),
         }
     }
@@ -99,6 +111,15 @@ pub enum RemoteEnvironmentError {
     /// The registry cannot be used until the configuration is changed.
     #[error("cannot register the environment `{environment_id}`")]
     Registry {
+        /// The id of the environment.
+        environment_id: String,
+        /// The error of the registry.
+        #[source]
+        source: RegistryError,
+    },
+    /// The registry has served the environment and does not any more.
+    #[error("the registry no longer serves the environment `{environment_id}`")]
+    Gone {
         /// The id of the environment.
         environment_id: String,
         /// The error of the registry.
@@ -122,8 +143,9 @@ pub enum RemoteStatus {
     Attached,
 }
 
-/// Serves an environment until registering fails permanently. Only the first registration can fail
-/// that way, and only for a reason that a retry cannot fix; all later failures are retried.
+/// Serves an environment until registering fails permanently: the first registration for a reason
+/// that a retry cannot fix, a later one if the environment is gone (401, 403, 404 or 410; see
+/// [`RemoteEnvironmentConfig::stay`]). All other failures are retried.
 ///
 /// ```no_run
 /// use exec_server_service::remote::{RemoteEnvironmentConfig, run_remote_environment};
@@ -215,6 +237,9 @@ where
         name: config.name,
         registration: Mutex::new(None),
         registered: AtomicBool::new(false),
+        stays: AtomicBool::new(config.stay),
+        renewal: config.renewal,
+        control: config.control,
         status,
     });
     let (accepted, mut streams) = mpsc::channel(config.limits.streams.max(1));
@@ -258,6 +283,9 @@ where
             () = stop.cancelled(), if !stop.is_cancelled() => {}
             () = &mut farewell => return Ok(()),
             error = &mut driver => return Err(match error.source.downcast() {
+                Ok(source) if desk.registered.load(Ordering::Relaxed) => {
+                    RemoteEnvironmentError::Gone { environment_id, source: *source }
+                }
                 Ok(source) => RemoteEnvironmentError::Registry { environment_id, source: *source },
                 Err(source) => RemoteEnvironmentError::Dial(RelayDialError::fatal(source)),
             }),
@@ -288,6 +316,10 @@ struct EnvironmentRegistration {
     registration: Mutex<Option<RegisterResponse>>,
     /// Whether a registration has succeeded before.
     registered: AtomicBool,
+    /// Whether refusals are retried after that.
+    stays: AtomicBool,
+    renewal: Option<Renewal>,
+    control: Control,
     status: watch::Sender<RemoteStatus>,
 }
 
@@ -303,6 +335,13 @@ impl EnvironmentRegistration {
     /// Opens one websocket; the driver waits between attempts.
     async fn dial(&self) -> Result<ExecutorAttachment, RelayDialError> {
         self.status.send_replace(RemoteStatus::Connecting);
+        self.control.resumed().await;
+        if let Some(renewal) = &self.renewal
+            && let Err(error) = renewal.renew().await
+        {
+            let error = CredentialError::Renewal(error.to_string());
+            return Err(self.judge(error.into()));
+        }
         loop {
             let (registration, fresh) = match self.current() {
                 Some(registration) => (registration, false),
@@ -320,6 +359,7 @@ impl EnvironmentRegistration {
                     return Ok(ExecutorAttachment {
                         link,
                         registration_id: registration.executor_registration_id,
+                        cut: self.control.opened(),
                     });
                 }
                 Err(error) => {
@@ -348,26 +388,45 @@ impl EnvironmentRegistration {
         match self.registry.register(key, self.name.as_deref()).await {
             Ok(registration) => {
                 self.registered.store(true, Ordering::Relaxed);
+                self.stays
+                    .fetch_or(registration.retry_refusals, Ordering::Relaxed);
                 *self.lock() = Some(registration.clone());
                 Ok(registration)
             }
-            Err(error) => {
-                let passing = error.is_retryable()
-                    || matches!(
-                        error,
-                        RegistryError::Credential(
-                            CredentialError::Expired | CredentialError::Missing
-                        )
-                    );
-                // On the first registration a wrong token is reported immediately, because the user
-                // is present. A server that has worked before retries instead, because ending it
-                // would kill its processes.
-                if !passing && !self.registered.load(Ordering::Relaxed) {
-                    return Err(RelayDialError::fatal(error));
-                }
-                tracing::error!(%error, "cannot register; trying again");
-                Err(RelayDialError::passing(error))
-            }
+            Err(error) => Err(self.judge(error)),
         }
+    }
+
+    /// Decides whether a failed registration is retried.
+    ///
+    /// On the first registration every refusal is reported immediately, because the user is present.
+    /// An executor that has worked before retries instead, because ending it would kill its
+    /// processes; but if the registry reports that the environment is gone, nobody will need them.
+    fn judge(&self, error: RegistryError) -> RelayDialError {
+        let is_fatal = match self.registered.load(Ordering::Relaxed) {
+            false => {
+                let renewable = matches!(
+                    error,
+                    RegistryError::Credential(CredentialError::Expired | CredentialError::Missing)
+                );
+                !error.is_outage() && !renewable
+            }
+            true => !self.stays.load(Ordering::Relaxed) && is_gone(&error),
+        };
+        if is_fatal {
+            return RelayDialError::fatal(error);
+        }
+        tracing::error!(%error, "cannot register; trying again");
+        RelayDialError::passing(error)
+    }
+}
+
+/// Whether a registry that has accepted this executor before reports that the environment is gone,
+/// or that the executor may not serve it any more.
+fn is_gone(error: &RegistryError) -> bool {
+    match error {
+        RegistryError::Auth { .. } => true,
+        RegistryError::Status { status, .. } => matches!(status, 404 | 410),
+        _ => false,
     }
 }

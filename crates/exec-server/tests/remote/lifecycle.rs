@@ -1,0 +1,434 @@
+//! Life of an executor at the registry of a service: what it does when the environment is refused,
+//! deleted or replaced, how it renews credentials, and how it behaves as the first process of a
+//! container.
+
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use exec_server::ExecBackend as _;
+use exec_server_testkit::fake_registry::FakeRegistry;
+use exec_server_testkit::http;
+use exec_server_testkit::proc::PATIENCE;
+use rustix::process::Signal;
+use tokio::process::{Child, Command};
+use tokio::time::{Instant, timeout};
+
+use super::stage::{Deployment, RunningProgram, finished, program};
+use super::{collect, sh};
+
+/// Time within which an executor must exit when its environment is gone.
+const SOON: Duration = Duration::from_secs(3);
+
+/// What an executor does in a case of [`CASES`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// It exits with 1.
+    Exits,
+    /// It tries again, and attaches when it is accepted.
+    Retries,
+}
+
+/// One row of the table: what happens to an executor.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Case {
+    /// The first registration is answered with this status.
+    First(u16),
+    /// The socket is closed, further sockets get the first status and registrations the second.
+    Deleted(u16, u16),
+    /// The socket is closed, and the next one refused with this status; a new registration succeeds.
+    Replaced(u16),
+    /// The socket is closed, and the next one answered with this status.
+    Unavailable(u16),
+}
+
+/// What the executor of Codex 0.169 and ours do.
+///
+/// The differences: ours keeps trying if the registry is unavailable or overloaded, because that
+/// passes, and the machine would otherwise be lost with everything that runs on it.
+pub(super) const CASES: &[(Case, Outcome, Outcome)] = {
+    use Case::*;
+    use Outcome::*;
+    &[
+        // (case, Codex, ours)
+        (First(401), Exits, Exits),
+        (First(403), Exits, Exits),
+        (First(404), Exits, Exits),
+        (First(409), Exits, Exits),
+        (First(408), Exits, Retries),
+        (First(425), Exits, Retries),
+        (First(429), Exits, Retries),
+        (First(500), Exits, Retries),
+        (First(503), Exits, Retries),
+        (Deleted(404, 404), Exits, Exits),
+        (Deleted(410, 410), Exits, Exits),
+        (Deleted(404, 401), Exits, Exits),
+        (Deleted(410, 403), Exits, Exits),
+        (Deleted(404, 503), Exits, Retries),
+        (Replaced(404), Retries, Retries),
+        (Replaced(410), Retries, Retries),
+        (Unavailable(503), Retries, Retries),
+    ]
+};
+
+/// Plays a case with an executor, and checks what it does.
+pub(super) async fn play(case: Case, expected: Outcome, start: &(dyn Fn(&str) -> Command + Sync)) {
+    let registry = FakeRegistry::start().await;
+    if let Case::First(status) = case {
+        registry.register(&[status]);
+    }
+    let mut command = start(&registry.url());
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
+    if !matches!(case, Case::First(_)) {
+        registry.until_attached(true).await;
+    }
+    let (sockets, registrations) = (registry.count("socket"), registry.count("register"));
+    match case {
+        Case::First(_) => registry.until_count("register", 1).await,
+        Case::Deleted(socket, register) => registry.delete(socket, register),
+        Case::Replaced(status) => {
+            registry.socket(&[status, 101]);
+            registry.cut();
+        }
+        Case::Unavailable(status) => {
+            registry.socket(&[status, 101]);
+            registry.cut();
+        }
+    }
+    let began = Instant::now();
+    if expected == Outcome::Exits {
+        let status = timeout(PATIENCE, child.wait()).await;
+        let status = status.unwrap_or_else(|_| panic!("{case:?}: it runs: {:#?}", registry.seen()));
+        assert_eq!(status.unwrap().code(), Some(1), "{case:?}");
+        let took = began.elapsed();
+        assert!(took < SOON, "{case:?}: {took:?}");
+        return;
+    }
+    match case {
+        Case::First(_) => {
+            registry.until_count("register", 2).await;
+            registry.register(&[200]);
+        }
+        Case::Deleted(..) => {
+            registry.until_count("register", registrations + 2).await;
+            registry.register(&[200]);
+            registry.socket(&[101]);
+        }
+        Case::Replaced(_) => registry.until_count("register", registrations + 1).await,
+        Case::Unavailable(_) => {}
+    }
+    registry.until_count("socket", sockets + 1).await;
+    registry.until_attached(true).await;
+    assert!(
+        child.try_wait().unwrap().is_none(),
+        "{case:?}: it has ended"
+    );
+    if matches!(case, Case::Unavailable(_)) {
+        assert_eq!(
+            registry.count("register"),
+            registrations,
+            "the same address"
+        );
+    }
+}
+
+/// Our executor, as the documentation of agent services starts Codex's.
+fn hosted(home: &Path, url: &str) -> Command {
+    let mut command = program(home);
+    command
+        .args(["exec-server", "--remote", url, "--environment-id", "env"])
+        .env("CODEX_API_KEY", "key");
+    command
+}
+
+#[tokio::test]
+async fn executor_exits_or_retries_as_the_registry_answers() {
+    let home = tempfile::tempdir().unwrap();
+    for (case, _, expected) in CASES {
+        play(*case, *expected, &|url| hosted(home.path(), url)).await;
+    }
+}
+
+#[tokio::test]
+async fn deleted_environment_is_reported_with_the_answer_of_the_registry() {
+    let home = tempfile::tempdir().unwrap();
+    let registry = FakeRegistry::start().await;
+    let mut running = RunningProgram::start(hosted(home.path(), &registry.url())).await;
+    registry.delete(404, 404);
+    let ended = timeout(PATIENCE, running.child.wait()).await.unwrap();
+    assert_eq!(ended.unwrap().code(), Some(1));
+    let stderr = running.stderr();
+    assert!(
+        stderr.contains("no longer serves the environment `env`") && stderr.contains("HTTP 404"),
+        "{stderr}"
+    );
+}
+
+#[tokio::test]
+async fn refusals_are_retried_if_the_user_or_the_registry_asks_for_it() {
+    let home = tempfile::tempdir().unwrap();
+    for stays in [true, false] {
+        let registry = match stays {
+            true => FakeRegistry::start().await,
+            false => FakeRegistry::that_keeps_executors().await,
+        };
+        let mut command = hosted(home.path(), &registry.url());
+        if stays {
+            command.arg("--stay");
+        }
+        let mut running = RunningProgram::start(command).await;
+        let before = registry.count("register");
+        registry.delete(404, 404);
+        registry.until_count("register", before + 3).await;
+        assert!(running.child.try_wait().unwrap().is_none());
+        registry.register(&[200]);
+        registry.socket(&[101]);
+        registry.until_attached(true).await;
+    }
+}
+
+#[tokio::test]
+async fn executor_without_credentials_says_what_to_set() {
+    let home = tempfile::tempdir().unwrap();
+    let registry = FakeRegistry::start().await;
+    let mut command = hosted(home.path(), &registry.url());
+    command.env_remove("CODEX_API_KEY");
+    let output = finished(command).await;
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("set CODEX_API_KEY"), "{stderr}");
+    assert_eq!(registry.seen(), []);
+}
+
+#[tokio::test]
+async fn credential_command_runs_before_each_connection() {
+    let home = tempfile::tempdir().unwrap();
+    let count = home.path().join("count");
+    let registry = FakeRegistry::start().await;
+    let mut command = program(home.path());
+    let script = format!("echo x >> {0}; echo token-$(wc -l < {0})", count.display());
+    command
+        .args(["--remote", &registry.url(), "--environment-id", "env"])
+        .args(["--credential-command", &script]);
+    let _running = RunningProgram::start(command).await;
+    assert_eq!(registry.seen()[0].token.as_deref(), Some("token-1"));
+    registry.socket(&[404, 101]);
+    registry.cut();
+    registry.until_count("register", 2).await;
+    let seen = registry.seen();
+    let last = seen.iter().rfind(|seen| seen.action == "register").unwrap();
+    assert_eq!(last.token.as_deref(), Some("token-2"));
+}
+
+#[tokio::test]
+async fn failed_credential_command_is_reported_without_registering() {
+    let home = tempfile::tempdir().unwrap();
+    let registry = FakeRegistry::start().await;
+    for (script, part) in [
+        ("echo locked >&2; exit 3", "ended with 3: locked"),
+        ("true", "must print one line"),
+        ("echo a b", "must print one line"),
+    ] {
+        let mut command = program(home.path());
+        command
+            .args(["--remote", &registry.url(), "--environment-id", "env"])
+            .args(["--credential-command", script]);
+        let output = finished(command).await;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        assert!(stderr.contains(part), "{stderr}");
+    }
+    assert_eq!(registry.seen(), []);
+}
+
+/// The address after a prefix in the standard error of a running executor.
+fn address(running: &RunningProgram, prefix: &str) -> String {
+    let stderr = running.stderr();
+    let line = stderr.lines().find_map(|line| line.strip_prefix(prefix));
+    line.unwrap_or_else(|| panic!("{stderr}")).to_owned()
+}
+
+#[tokio::test]
+async fn lifecycle_requests_suspend_resume_and_end_the_executor() {
+    let deployment = Deployment::new().await;
+    let mut command = deployment.executor("box");
+    command.args(["--lifecycle-listen", "127.0.0.1:0"]);
+    let mut running = RunningProgram::start(command).await;
+    let url = address(&running, "lifecycle: ");
+    let ask = async |method: &str, path: &str| {
+        http::request(method, &format!("{url}{path}"), None, "")
+            .await
+            .0
+    };
+    assert_eq!(ask("GET", "/ready").await, 200);
+    let client = deployment.connect("box").await;
+    let process = client
+        .start(sh("p", "read x; echo got $x"))
+        .await
+        .unwrap()
+        .process;
+
+    assert_eq!(ask("POST", "/suspend").await, 200);
+    let offline = async { while ask("GET", "/ready").await != 503 {} };
+    timeout(PATIENCE, offline).await.unwrap();
+    assert_eq!(ask("POST", "/resume").await, 200);
+    let online = async { while ask("GET", "/ready").await != 200 {} };
+    timeout(PATIENCE, online).await.unwrap();
+    // The session and its process have survived.
+    process.write("in\n".into()).await.unwrap();
+    let output = timeout(PATIENCE, process.output(Default::default())).await;
+    assert_eq!(output.unwrap().unwrap().stdout, b"got in\n");
+
+    assert_eq!(ask("GET", "/suspend").await, 405);
+    assert_eq!(ask("POST", "/other").await, 404);
+    assert_eq!(ask("POST", "/terminate").await, 200);
+    let ended = timeout(PATIENCE, running.child.wait()).await.unwrap();
+    assert_eq!(ended.unwrap().code(), Some(0));
+}
+
+#[tokio::test]
+async fn lifecycle_requests_are_accepted_on_loopback_only() {
+    let deployment = Deployment::new().await;
+    for (address, part) in [
+        ("0.0.0.0:0", "only loopback addresses are allowed"),
+        ("nowhere", "expected IP:PORT"),
+    ] {
+        let mut command = deployment.executor("box");
+        command.args(["--lifecycle-listen", address]);
+        let output = finished(command).await;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        assert!(stderr.contains(part), "{stderr}");
+    }
+}
+
+/// Starts a command as the first process of a new pid namespace.
+fn first_process(home: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new("unshare");
+    command
+        .args([
+            "--user",
+            "--map-root-user",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+        ])
+        .arg("--kill-child")
+        .arg("--")
+        .arg(env!("CARGO_BIN_EXE_exec-server"))
+        .args(arguments)
+        .env_clear()
+        .env("PATH", "/usr/local/bin:/usr/bin:/bin")
+        .env("HOME", home)
+        .stdin(Stdio::null())
+        .kill_on_drop(true);
+    command
+}
+
+/// The process that `unshare` has started.
+fn child_of(child: &Child) -> rustix::process::Pid {
+    let children = exec_server_testkit::proc::children(child.id().unwrap());
+    rustix::process::Pid::from_raw(children[0]).unwrap()
+}
+
+#[tokio::test]
+async fn executor_as_the_first_process_reaps_orphans_and_exits_with_0_on_sigterm() {
+    let deployment = Deployment::new().await;
+    let home = deployment.path("box");
+    std::fs::create_dir_all(&home).unwrap();
+    let token = deployment.path("rendezvous/executor.token");
+    let arguments = ["--remote", &deployment.url(), "--environment-id", "box"];
+    let token = ["--remote-token-file", token.to_str().unwrap()];
+    let mut running =
+        RunningProgram::start(first_process(&home, &[&arguments[..], &token].concat())).await;
+    let client = deployment.connect("box").await;
+    // Orphans that end after their parent, and a daemon that stays.
+    let script = "i=0; while [ $i -lt 500 ]; do (sleep 0.2 &); i=$((i+1)); done; \
+                  (setsid sleep 1000 >/dev/null 2>&1 &); echo started";
+    let (output, code) = collect(&client, "p", script).await;
+    assert_eq!((output.as_slice(), code), (&b"started\n"[..], 0));
+    // No zombie stays.
+    let count = "cat /proc/[0-9]*/stat 2>/dev/null | grep -c ') Z ' || true";
+    let reaped = async {
+        let mut round = 0;
+        loop {
+            round += 1;
+            let (output, _) = collect(&client, &format!("count-{round}"), count).await;
+            if output == b"0\n" {
+                return;
+            }
+        }
+    };
+    timeout(PATIENCE, reaped).await.unwrap();
+    let first = child_of(&running.child);
+    rustix::process::kill_process(first, Signal::TERM).unwrap();
+    let ended = timeout(PATIENCE, running.child.wait()).await.unwrap();
+    assert_eq!(ended.unwrap().code(), Some(0));
+}
+
+#[tokio::test]
+async fn executor_without_a_writable_state_directory_keeps_its_keys_in_memory() {
+    let deployment = Deployment::new().await;
+    for home in [None, Some("/proc/nowhere")] {
+        let mut command = deployment.executor("box");
+        match home {
+            None => command.env_remove("HOME"),
+            Some(home) => command.env("HOME", home),
+        };
+        let running = RunningProgram::start(command).await;
+        let stderr = running.stderr();
+        assert!(stderr.contains("are in memory"), "{stderr}");
+        let client = deployment.connect("box").await;
+        assert_eq!(collect(&client, "p", "echo in").await.0, b"in\n");
+        assert_eq!(running.end(Signal::TERM).await, Some(0));
+    }
+}
+
+/// A machine with a read-only root, without `/proc/sys`, without a home and without an entry for its
+/// user.
+#[tokio::test]
+async fn executor_runs_on_a_minimal_read_only_machine() {
+    let deployment = Deployment::new().await;
+    let token = deployment.path("rendezvous/executor.token");
+    let prepare = "mount -t tmpfs none /proc/sys && mount -o remount,bind,ro / && exec \"$@\"";
+    let mut command = Command::new("unshare");
+    command
+        .args([
+            "--user",
+            "--map-user=54321",
+            "--map-group=54321",
+            "--keep-caps",
+            "--mount",
+            "--",
+        ])
+        .args(["sh", "-c", prepare, "sh", env!("CARGO_BIN_EXE_exec-server")])
+        .args([
+            "exec-server",
+            "--remote",
+            &deployment.url(),
+            "--environment-id",
+            "box",
+        ])
+        .env_clear()
+        .env("PATH", "/usr/local/bin:/usr/bin:/bin")
+        .env(
+            "CODEX_API_KEY",
+            std::fs::read_to_string(token).unwrap().trim(),
+        )
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .kill_on_drop(true);
+    let _running = RunningProgram::start(command).await;
+    let client = deployment.connect("box").await;
+    let look =
+        "id -u; ls /proc/sys; touch /etc/made 2>/dev/null || echo read-only; echo ${HOME-none}";
+    let (output, code) = collect(&client, "p", look).await;
+    let output = String::from_utf8(output).unwrap();
+    assert_eq!((output.as_str(), code), ("54321\nread-only\nnone\n", 0));
+}
