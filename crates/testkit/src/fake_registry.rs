@@ -200,7 +200,7 @@ impl Shared {
         while let Ok(mut head) = read_head(&mut stream, Kind::Request).await {
             if let Some(key) = head.header("sec-websocket-key").map(accept_key) {
                 let status = next(&mut self.script.lock().socket);
-                // Before the response: the executor may act on it at once.
+                // Before the response: the executor may react immediately.
                 let cut = self.cut.notified();
                 self.saw("socket", None, status);
                 if status != 101 {

@@ -607,7 +607,7 @@ pub(super) struct RemoteArgs {
     #[arg(long, value_name = "COMMAND", hide_short_help = true)]
     pub(super) credential_command: Option<String>,
 
-    /// Keep trying if the registry reports that the environment is gone
+    /// Keep trying if the registry reports that the environment was deleted
     ///
     /// Without it, the program then exits with 1, unless the registry asks executors to stay, as
     /// `exec-server rendezvous` does.

@@ -17,7 +17,7 @@ use tokio::time::{Instant, timeout};
 use super::stage::{Deployment, RunningProgram, finished, program};
 use super::{collect, sh};
 
-/// Time within which an executor must exit when its environment is gone.
+/// Time within which an executor must exit when its environment was deleted.
 const SOON: Duration = Duration::from_secs(3);
 
 /// What an executor does in a case of [`CASES`].

@@ -111,7 +111,7 @@ mod tests {
         control.suspend();
         assert!(first.is_cancelled());
         assert!(!is_resumed(&control).await);
-        // A socket that was being opened meanwhile is closed at once.
+        // A socket that was being opened meanwhile is closed immediately.
         assert!(control.opened().is_cancelled());
         control.resume();
         assert!(is_resumed(&control).await);

@@ -71,7 +71,7 @@ pub struct RemoteEnvironmentConfig {
     pub validation: ValidationPolicy,
     /// Renews the credentials before each connection.
     pub renewal: Option<Renewal>,
-    /// Whether to keep trying when the registry reports that the environment is gone. Registries of
+    /// Whether to keep trying when the registry reports that the environment was deleted. Registries of
     /// this project request this in their responses.
     pub stay: bool,
     /// Suspends, resumes and replaces the connection.
@@ -119,7 +119,7 @@ pub enum RemoteEnvironmentError {
     },
     /// The registry has served the environment and does not any more.
     #[error("the registry no longer serves the environment `{environment_id}`")]
-    Gone {
+    Deleted {
         /// The id of the environment.
         environment_id: String,
         /// The error of the registry.
@@ -144,7 +144,7 @@ pub enum RemoteStatus {
 }
 
 /// Serves an environment until registering fails permanently: the first registration for a reason
-/// that a retry cannot fix, a later one if the environment is gone (401, 403, 404 or 410; see
+/// that a retry cannot fix, a later one if the environment was deleted (401, 403, 404 or 410; see
 /// [`RemoteEnvironmentConfig::stay`]). All other failures are retried.
 ///
 /// ```no_run
@@ -284,7 +284,7 @@ where
             () = &mut farewell => return Ok(()),
             error = &mut driver => return Err(match error.source.downcast() {
                 Ok(source) if desk.registered.load(Ordering::Relaxed) => {
-                    RemoteEnvironmentError::Gone { environment_id, source: *source }
+                    RemoteEnvironmentError::Deleted { environment_id, source: *source }
                 }
                 Ok(source) => RemoteEnvironmentError::Registry { environment_id, source: *source },
                 Err(source) => RemoteEnvironmentError::Dial(RelayDialError::fatal(source)),
@@ -401,7 +401,7 @@ impl EnvironmentRegistration {
     ///
     /// On the first registration every refusal is reported immediately, because the user is present.
     /// An executor that has worked before retries instead, because ending it would kill its
-    /// processes; but if the registry reports that the environment is gone, nobody will need them.
+    /// processes; but if the registry reports that the environment was deleted, no harness can use them any longer.
     fn judge(&self, error: RegistryError) -> RelayDialError {
         let is_fatal = match self.registered.load(Ordering::Relaxed) {
             false => {
@@ -411,7 +411,7 @@ impl EnvironmentRegistration {
                 );
                 !error.is_outage() && !renewable
             }
-            true => !self.stays.load(Ordering::Relaxed) && is_gone(&error),
+            true => !self.stays.load(Ordering::Relaxed) && is_deleted(&error),
         };
         if is_fatal {
             return RelayDialError::fatal(error);
@@ -421,9 +421,9 @@ impl EnvironmentRegistration {
     }
 }
 
-/// Whether a registry that has accepted this executor before reports that the environment is gone,
+/// Whether a registry that has accepted this executor before reports that the environment was deleted,
 /// or that the executor may not serve it any more.
-fn is_gone(error: &RegistryError) -> bool {
+fn is_deleted(error: &RegistryError) -> bool {
     match error {
         RegistryError::Auth { .. } => true,
         RegistryError::Status { status, .. } => matches!(status, 404 | 410),
