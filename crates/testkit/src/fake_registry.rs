@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_sync::Mutex;
-use exec_server_transport::frame::Role;
-use exec_server_transport::http::{Kind, accept_key, read_head};
+use exec_server_transport::frame::WebsocketRole;
+use exec_server_transport::http::{HeadKind, accept_key, read_head};
 use exec_server_transport::{Link, RawEvent};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -197,7 +197,7 @@ impl Shared {
 
     async fn serve(self: Arc<Self>, mut stream: TcpStream, address: SocketAddr) {
         let _ = stream.set_nodelay(true);
-        while let Ok(mut head) = read_head(&mut stream, Kind::Request).await {
+        while let Ok(mut head) = read_head(&mut stream, HeadKind::Request).await {
             if let Some(key) = head.header("sec-websocket-key").map(accept_key) {
                 let status = next(&mut self.script.lock().socket);
                 // Before the response: the executor may react immediately.
@@ -217,7 +217,7 @@ impl Shared {
                 }
                 self.open.send_modify(|open| *open += 1);
                 let (reader, writer) = stream.into_split();
-                let link = Link::websocket(Role::Server, reader, writer, head.rest);
+                let link = Link::websocket(WebsocketRole::Server, reader, writer, head.rest);
                 tokio::select! {
                     () = keep(link) => {}
                     () = cut => {}

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use exec_server_service::remote::{Control, RemoteStatus};
-use exec_server_transport::http::{Kind, read_head};
+use exec_server_transport::http::{HeadKind, read_head};
 use rustix::fs::{Mode, OFlags};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::io::AsyncWriteExt as _;
@@ -76,7 +76,7 @@ impl Lifecycle {
     }
 
     async fn answer(&self, mut stream: TcpStream) -> std::io::Result<()> {
-        let head = read_head(&mut stream, Kind::Request).await?;
+        let head = read_head(&mut stream, HeadKind::Request).await?;
         let (status, body) = match (head.method.as_str(), head.path()) {
             // A web page in a browser of this machine must not end the program.
             _ if head.is_of_browser() => (403, ""),
