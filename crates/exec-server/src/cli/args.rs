@@ -433,7 +433,9 @@ pub(super) struct ServeArgs {
     #[arg(long)]
     pub(super) danger_no_auth: bool,
 
-    /// Let processes run for TIME after SIGTERM, as in `30s` [default: 0s]
+    /// Let processes run for TIME after SIGTERM [default: 0s]
+    ///
+    /// A number with a unit, as in `30s` or `5m`.
     #[arg(long, value_name = "TIME")]
     pub(super) drain: Option<String>,
 
