@@ -495,7 +495,7 @@ impl BenchClient {
             if let Some((rest, most)) = self.decoder.room(self.read_bytes)? {
                 let read = (&mut self.stream).take(most as u64).read_to_end(rest)?;
                 ensure!(read > 0, "the server closed the connection");
-                self.decoder.took(read);
+                self.decoder.record_received(read);
                 return Ok(());
             }
         } else if self.buffer.len() - end < missing {

@@ -114,7 +114,7 @@ impl CommandLine {
 }
 
 /// A program that prints one line when it is ready; dropping it ends the process.
-pub(crate) struct Program {
+pub(crate) struct StartedProgram {
     child: Child,
     /// The line that it printed.
     pub(crate) line: String,
@@ -122,7 +122,7 @@ pub(crate) struct Program {
     _stdout: BufReader<ChildStdout>,
 }
 
-impl Program {
+impl StartedProgram {
     /// Starts the command with these arguments and waits for its line.
     pub(crate) fn start(command: &CommandLine, arguments: &[&str]) -> anyhow::Result<Self> {
         let [program, own @ ..] = command.words.as_slice() else {
@@ -156,7 +156,7 @@ impl Program {
     }
 }
 
-impl Program {
+impl StartedProgram {
     /// Resident memory in bytes, after a pause in which it can settle.
     pub(crate) fn resident_at_rest(&self) -> anyhow::Result<u64> {
         std::thread::sleep(Duration::from_millis(300));
@@ -184,7 +184,7 @@ impl Program {
     }
 }
 
-impl Drop for Program {
+impl Drop for StartedProgram {
     fn drop(&mut self) {
         if matches!(self.child.try_wait(), Ok(Some(_))) {
             return;

@@ -33,7 +33,7 @@ impl RequestSender {
         params: &M::Params,
     ) -> Result<M::Result, ExecServerError> {
         let repeat = is_repeatable(M::NAME);
-        let noted = self.call_noting::<M>(params, Some(self.timeout), repeat);
+        let noted = self.call_with_generation::<M>(params, Some(self.timeout), repeat);
         Ok(noted.await?.0)
     }
 
@@ -46,7 +46,7 @@ impl RequestSender {
         let timeout = self.timeout.saturating_add(wait);
         let repeat = is_repeatable(M::NAME);
         Ok(self
-            .call_noting::<M>(params, Some(timeout), repeat)
+            .call_with_generation::<M>(params, Some(timeout), repeat)
             .await?
             .0)
     }
@@ -57,7 +57,10 @@ impl RequestSender {
         params: &M::Params,
     ) -> Result<M::Result, ExecServerError> {
         let repeat = is_repeatable(M::NAME);
-        Ok(self.call_noting::<M>(params, None, repeat).await?.0)
+        Ok(self
+            .call_with_generation::<M>(params, None, repeat)
+            .await?
+            .0)
     }
 
     /// Sends a request and waits at most `timeout` on each connection that it is sent on. Returns
@@ -65,7 +68,7 @@ impl RequestSender {
     ///
     /// A request that was not sent is always sent again. A request that the server may have
     /// received is sent again only if `repeat` is set.
-    pub(crate) async fn call_noting<M: Method>(
+    pub(crate) async fn call_with_generation<M: Method>(
         &self,
         params: &M::Params,
         timeout: Option<Duration>,

@@ -166,8 +166,8 @@ impl ExecServerClient {
         options: ExecServerClientConnectOptions,
     ) -> Result<Self, ExecServerError> {
         let dial: Box<dyn Dial> = Box::new(dial);
-        let words = session_connection::introduction(&options, None);
-        let dialled = dial.dial_saying(words).await?;
+        let words = session_connection::handshake_messages(&options, None);
+        let dialled = dial.dial_with_messages(words).await?;
         Self::open(dialled, Some(dial), options, None).await
     }
 
@@ -185,8 +185,8 @@ impl ExecServerClient {
     ) -> Result<(Self, Result<StartedProcess, ExecServerError>), ExecServerError> {
         let dial: Box<dyn Dial> = Box::new(dial);
         params.start_id.get_or_insert_with(unique);
-        let words = session_connection::introduction(&options, Some(&params));
-        let dialled = dial.dial_saying(words).await?;
+        let words = session_connection::handshake_messages(&options, Some(&params));
+        let dialled = dial.dial_with_messages(words).await?;
         let routes = Arc::new(ClientRoutes::default());
         // Registered before anything is read, so that no event of the process is missed.
         let registration = match dialled.said {

@@ -52,7 +52,7 @@ pub trait Dial: Send + Sync + 'static {
     /// # Errors
     ///
     /// As for [`Dial::dial`].
-    fn dial_saying(
+    fn dial_with_messages(
         &self,
         first: InitialMessages,
     ) -> BoxFuture<'_, Result<DialledLink, ExecServerError>> {

@@ -168,7 +168,7 @@ impl ExecServerError {
             },
             #[cfg(feature = "registry")]
             Self::Registry(error) => error.is_retryable(),
-            Self::Dial(error) => error.is_passing(),
+            Self::Dial(error) => error.is_temporary(),
             Self::Ssh(error) => error.may_pass(),
             Self::Server { code, .. } => *code == codes::ALREADY_ATTACHED,
             Self::Environment { source, .. } => source.is_transient(),

@@ -164,7 +164,7 @@ impl PolicyDecider for DeciderAdapter {
                 return PolicyAnswer::not_allowed();
             };
             let answer = tokio::time::timeout(patience, decider.decide(target)).await;
-            answer.map_or_else(|_| PolicyAnswer::not_allowed(), network::sayable)
+            answer.map_or_else(|_| PolicyAnswer::not_allowed(), network::valid_answer)
         })
     }
 

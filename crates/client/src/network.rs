@@ -68,7 +68,7 @@ pub(crate) fn patience(params: &StartParams) -> Result<Duration, ExecServerError
 }
 
 /// Returns an answer that the wire format accepts: an invalid reason becomes a plain denial.
-pub(crate) fn sayable(answer: PolicyAnswer) -> PolicyAnswer {
+pub(crate) fn valid_answer(answer: PolicyAnswer) -> PolicyAnswer {
     match &answer {
         PolicyAnswer::Deny { reason } | PolicyAnswer::Ask { reason }
             if reason.len() > MAX_REASON_BYTES
@@ -82,7 +82,7 @@ pub(crate) fn sayable(answer: PolicyAnswer) -> PolicyAnswer {
 }
 
 /// Returns whether the host name of a policy request is valid.
-pub(crate) fn is_sane(target: &PolicyTarget) -> bool {
+pub(crate) fn has_valid_host(target: &PolicyTarget) -> bool {
     let odd = |c: char| c.is_control() || c.is_whitespace();
     (1..=MAX_HOST_BYTES).contains(&target.host.len()) && !target.host.contains(odd)
 }
@@ -98,19 +98,19 @@ mod tests {
         let deny = |reason: &str| PolicyAnswer::Deny {
             reason: reason.to_owned(),
         };
-        assert_eq!(sayable(PolicyAnswer::Allow), PolicyAnswer::Allow);
-        assert_eq!(sayable(deny("because")), deny("because"));
+        assert_eq!(valid_answer(PolicyAnswer::Allow), PolicyAnswer::Allow);
+        assert_eq!(valid_answer(deny("because")), deny("because"));
         for odd in ["", "a\nb", &"x".repeat(1025)] {
-            assert_eq!(sayable(deny(odd)), PolicyAnswer::not_allowed());
+            assert_eq!(valid_answer(deny(odd)), PolicyAnswer::not_allowed());
         }
         let target = |host: &str| PolicyTarget {
             protocol: PolicyProtocol::Http,
             host: host.to_owned(),
             port: 1,
         };
-        assert!(is_sane(&target("a.test")));
+        assert!(has_valid_host(&target("a.test")));
         for odd in ["", "a b", "a\n", &"x".repeat(254)] {
-            assert!(!is_sane(&target(odd)), "{odd}");
+            assert!(!has_valid_host(&target(odd)), "{odd}");
         }
     }
 }

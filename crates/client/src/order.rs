@@ -115,7 +115,7 @@ impl EventOrder {
             return;
         }
         self.seen = self.seen.max(seq);
-        self.hold(seq, event);
+        self.buffer_event(seq, event);
         if seq != self.next() {
             self.trim();
         }
@@ -159,7 +159,7 @@ impl EventOrder {
         for chunk in read.chunks {
             if chunk.seq > self.last {
                 self.seen = self.seen.max(chunk.seq);
-                self.hold(chunk.seq, chunk.into());
+                self.buffer_event(chunk.seq, chunk.into());
             }
         }
         let mut missing = self.missing(through);
@@ -173,7 +173,7 @@ impl EventOrder {
                     discarded_bytes: 0,
                     descendants: Vec::new(),
                 };
-                self.hold(through, closed);
+                self.buffer_event(through, closed);
                 drop_last(&mut missing);
             }
             if let Some(exit) = exit
@@ -188,7 +188,7 @@ impl EventOrder {
                 };
                 match end_of(&missing) {
                     Some(seq) if seq > gone => {
-                        self.hold(seq, ExecProcessEvent::Exited { seq, exit });
+                        self.buffer_event(seq, ExecProcessEvent::Exited { seq, exit });
                         drop_last(&mut missing);
                     }
                     _ => self.exit = ExitState::Told(exit),
@@ -210,7 +210,7 @@ impl EventOrder {
                 end = end.min(gone);
             }
             if start <= end {
-                self.hold_gap(start..=end, lost.filter(|_| start <= gone));
+                self.buffer_gap(start..=end, lost.filter(|_| start <= gone));
             }
         }
     }
@@ -221,7 +221,7 @@ impl EventOrder {
             return;
         };
         for range in self.missing(end) {
-            self.hold_gap(range, None);
+            self.buffer_gap(range, None);
         }
     }
 
@@ -282,20 +282,20 @@ impl EventOrder {
             .any(|event| matches!(event, ExecProcessEvent::Exited { .. }))
     }
 
-    fn hold(&mut self, seq: u64, event: ExecProcessEvent) {
+    fn buffer_event(&mut self, seq: u64, event: ExecProcessEvent) {
         self.held.entry(seq).or_insert_with(|| {
             self.held_bytes += event.bytes();
             event
         });
     }
 
-    fn hold_gap(&mut self, numbers: RangeInclusive<u64>, bytes: Option<u64>) {
+    fn buffer_gap(&mut self, numbers: RangeInclusive<u64>, bytes: Option<u64>) {
         let gap = ExecProcessEvent::Gap {
             after_seq: numbers.start() - 1,
             through_seq: *numbers.end(),
             bytes,
         };
-        self.hold(*numbers.start(), gap);
+        self.buffer_event(*numbers.start(), gap);
     }
 
     fn count(&mut self, event: &ExecProcessEvent) {

@@ -211,7 +211,7 @@ pub(crate) fn may_pass(error: &ExecServerError) -> bool {
             ConnectError::Refused { status, .. } => matches!(status, 408 | 429 | 500..),
             _ => false,
         },
-        ExecServerError::Dial(error) => error.is_passing(),
+        ExecServerError::Dial(error) => error.is_temporary(),
         #[cfg(feature = "registry")]
         ExecServerError::Registry(error) => error.is_retryable(),
         ExecServerError::Server { code, message } => {

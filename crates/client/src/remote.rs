@@ -117,7 +117,7 @@ impl ExecServerClient {
                         answer => return answer,
                     }
                 }
-                let answer = caller.call_noting::<Start>(&params, Some(timeout), repeat);
+                let answer = caller.call_with_generation::<Start>(&params, Some(timeout), repeat);
                 answer.await.map(|(started, _)| started)
             };
             let started = match result.await {
@@ -477,7 +477,7 @@ impl RemoteShared {
         };
         let caller = &self.client.inner.caller;
         let before = caller.line.generation();
-        let closing = caller.call_noting::<CloseStdin>(&params, None, true);
+        let closing = caller.call_with_generation::<CloseStdin>(&params, None, true);
         let (result, generation) = closing.await?;
         // If the request was repeated, the first one may have closed standard input.
         let repeated = generation != before;
@@ -517,7 +517,7 @@ impl RemoteShared {
         let RequestSender { timeout, .. } = self.client.inner.caller;
         let caller = &self.client.inner.caller;
         caller
-            .call_noting::<Signal>(&params, Some(timeout), repeat)
+            .call_with_generation::<Signal>(&params, Some(timeout), repeat)
             .await?;
         Ok(())
     }
@@ -544,7 +544,8 @@ impl RemoteShared {
                 self.signal(SignalName::Interrupt, SignalScope::Group)
                     .await?;
                 was_running = true;
-                self.wait_for_news(WaitUntil::Exited, Some(grace)).await?;
+                self.wait_for_notifications(WaitUntil::Exited, Some(grace))
+                    .await?;
             }
         }
         params.wait = wait && self.client.supports(extension::TERMINATE_WAIT).await?;
@@ -556,7 +557,7 @@ impl RemoteShared {
         if wait && !params.wait {
             // The server cannot report that the process tree has ended. The close of the output is
             // the closest substitute; `gone` stays unset.
-            self.wait_for_news(WaitUntil::Closed, Some(self.client.inner.caller.timeout))
+            self.wait_for_notifications(WaitUntil::Closed, Some(self.client.inner.caller.timeout))
                 .await?;
         }
         Ok(result)
@@ -569,7 +570,7 @@ impl RemoteShared {
     ) -> Result<WaitResult, ExecServerError> {
         let known = is_over(&self.route().status().borrow(), until);
         if known || !self.client.supports(extension::WAIT).await? {
-            return self.wait_for_news(until, timeout).await;
+            return self.wait_for_notifications(until, timeout).await;
         }
         let caller = &self.client.inner.caller;
         let end = timeout.map(|timeout| Instant::now() + timeout);
@@ -582,7 +583,10 @@ impl RemoteShared {
                 session_id: None,
             };
             let limit = left.map(|left| caller.timeout.saturating_add(left));
-            match caller.call_noting::<Wait>(&params, limit, false).await {
+            match caller
+                .call_with_generation::<Wait>(&params, limit, false)
+                .await
+            {
                 // Sent again with the remaining time.
                 Err(ExecServerError::Interrupted { .. }) => {}
                 answer => return Ok(answer?.0),
@@ -591,7 +595,7 @@ impl RemoteShared {
     }
 
     /// Waits for notifications of the process instead of sending a request.
-    async fn wait_for_news(
+    async fn wait_for_notifications(
         &self,
         until: WaitUntil,
         timeout: Option<Duration>,

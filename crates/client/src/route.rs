@@ -199,7 +199,7 @@ impl Handler for NotificationDispatch {
         let (Some(route), Ok(place), true) = (
             route,
             Arc::clone(&self.0.questions).try_acquire_owned(),
-            network::is_sane(&params.request),
+            network::has_valid_host(&params.request),
         ) else {
             return Some(no());
         };
@@ -310,7 +310,7 @@ impl ProcessRoute {
         let ended = status.wait_for(|status| status.closed || status.failure.is_some());
         tokio::select! {
             answer = tokio::time::timeout(*patience, decider.decide(target)) => {
-                answer.map_or_else(|_| PolicyAnswer::not_allowed(), network::sayable)
+                answer.map_or_else(|_| PolicyAnswer::not_allowed(), network::valid_answer)
             }
             _ = ended => PolicyAnswer::not_allowed(),
         }

@@ -232,7 +232,7 @@ pub(crate) async fn open(
 ) -> Result<OpenedSession, ExecServerError> {
     let resumed = resumed(&options);
     let calls = 1 + usize::from(starts);
-    let introduced = introduce(dialled, (1, calls), resumed.as_ref(), &options, routes);
+    let introduced = perform_handshake(dialled, (1, calls), resumed.as_ref(), &options, routes);
     let (connection, answer, start) = introduced.await?;
     let line = Arc::new(ConnectionHolder::new(connection.clone(), dial.is_some()));
     let keeper = Reconnector {
@@ -274,7 +274,7 @@ fn initialize(
 
 /// Builds the handshake messages for a dial that can send them with the first link, followed by a
 /// start.
-pub(crate) fn introduction(
+pub(crate) fn handshake_messages(
     options: &ExecServerClientConnectOptions,
     start: Option<&StartParams>,
 ) -> InitialMessages {
@@ -313,7 +313,7 @@ fn resumed(options: &ExecServerClientConnectOptions) -> Option<SessionCredential
 
 /// Performs the handshake on a new link with this generation; `calls` requests were sent already if
 /// the dial sent the first messages.
-async fn introduce(
+async fn perform_handshake(
     dialled: DialledLink,
     (generation, calls): (u64, usize),
     resumed: Option<&SessionCredentials>,
@@ -325,7 +325,7 @@ async fn introduce(
     let calls = if said { calls } else { 0 };
     let (peer, first) = Peer::after_calls(link, options.keepalive, handler, calls);
     let mut first = first.into_iter();
-    let introduction = async {
+    let handshake_messages = async {
         if let Some(first) = first.next() {
             return Ok(peer.first_answer::<Initialize>(first).await?);
         }
@@ -334,7 +334,7 @@ async fn introduce(
         peer.notify::<Initialized>(&Empty {}).await?;
         Ok::<_, ExecServerError>(answer)
     };
-    let answer = tokio::time::timeout(options.initialize_timeout, introduction)
+    let answer = tokio::time::timeout(options.initialize_timeout, handshake_messages)
         .await
         .map_err(|_| ExecServerError::InitializeTimedOut(options.initialize_timeout))??;
     if let Some(identity) = resumed
@@ -454,7 +454,7 @@ impl Reconnector {
                 let dialled = dial.dial().await?;
                 let identity = Some(&self.identity);
                 let made = (generation, 1);
-                introduce(dialled, made, identity, &self.options, &self.routes).await
+                perform_handshake(dialled, made, identity, &self.options, &self.routes).await
             };
             match tokio::time::timeout_at(until.into(), attempt).await {
                 Ok(Ok((connection, answer, _))) => {

@@ -225,7 +225,10 @@ impl CapabilitySearch<'_> {
         };
         let inspected = self.files.ask::<GetMetadata>(look, self.cancelled);
         let metadata = inspected.map_err(|error| {
-            format!("failed to inspect capability root {uri}: {}", said(&error))
+            format!(
+                "failed to inspect capability root {uri}: {}",
+                error_text(&error)
+            )
         })?;
         if !metadata.is_directory {
             return Err(format!("capability root {uri} is not a directory"));
@@ -248,7 +251,7 @@ impl CapabilitySearch<'_> {
             Ok(FileOutcome::Walked(walked)) => walked,
             Ok(_) => Walked::default(),
             Err(error) => {
-                let error = said(&error);
+                let error = error_text(&error);
                 return Err(format!("failed to scan capability root {uri}: {error}"));
             }
         };
@@ -326,12 +329,12 @@ impl CapabilitySearch<'_> {
         let root = self.root.clone();
         if let Some(manifest) = self.manifest(&root)? {
             let (mcp, apps) = declared(&manifest.contents);
-            let mcp_config = match self.place(&manifest, "mcpServers", mcp) {
+            let mcp_config = match self.declared_location(&manifest, "mcpServers", mcp) {
                 Some(DeclaredLocation::File(path)) => self.read(&root.join(path))?,
                 Some(DeclaredLocation::Inline) => None,
                 _ => self.read(&root.join(MCP_CONFIG))?,
             };
-            let apps_config = match self.place(&manifest, "apps", apps) {
+            let apps_config = match self.declared_location(&manifest, "apps", apps) {
                 Some(DeclaredLocation::File(path)) => self.read(&root.join(path))?,
                 _ => None,
             };
@@ -353,7 +356,7 @@ impl CapabilitySearch<'_> {
     }
 
     /// The location that a manifest declares, if it is valid; otherwise adds a warning.
-    fn place(
+    fn declared_location(
         &mut self,
         manifest: &TextFile,
         key: &str,
@@ -396,7 +399,7 @@ impl CapabilitySearch<'_> {
             Ok(_) => return Ok(None),
             Err(error) => {
                 if !is_absent(&error) {
-                    let error = said(&error);
+                    let error = error_text(&error);
                     self.warn(format!("failed to read capability file {uri}: {error}"));
                 }
                 return Ok(None);
@@ -467,7 +470,7 @@ fn is_absent(error: &FsError) -> bool {
 }
 
 /// The error text without the path, because the caller reports the path itself.
-fn said(error: &FsError) -> String {
+fn error_text(error: &FsError) -> String {
     match error {
         FsError::Io { source, .. } => source.to_string(),
         other => other.to_string(),

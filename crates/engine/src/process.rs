@@ -24,14 +24,14 @@ pub fn read_now(
     wait: Duration,
 ) -> Option<ReadResult> {
     process.with_log(|log| {
-        (wait.is_zero() || report::has_news(log, after_seq))
+        (wait.is_zero() || report::has_new_data(log, after_seq))
             .then(|| report::read(log, after_seq, max_bytes))
     })
 }
 
 /// Waits for an event of the process after `after_seq`, at most for `wait`.
 pub async fn news(process: &Process, after_seq: u64, wait: Duration) {
-    let news = process.wait_for(|log| report::has_news(log, after_seq).then_some(()));
+    let news = process.wait_for(|log| report::has_new_data(log, after_seq).then_some(()));
     let _ = tokio::time::timeout(wait, news).await;
 }
 

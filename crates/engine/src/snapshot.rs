@@ -151,28 +151,28 @@ impl SnapshotRequest {
         spec: &ProcessSpec,
         asked: BTreeSet<String>,
     ) -> Result<Option<Self>, StartError> {
-        let Some(wanted) = &params.shell_snapshot else {
+        let Some(request) = &params.shell_snapshot else {
             return Ok(None);
         };
-        let length = wanted.scope_id.len();
+        let length = request.scope_id.len();
         if length == 0 || length > MAX_SCOPE_BYTES {
             return Err(StartError::Refused(format!(
                 "shell snapshot scope must be 1 to {MAX_SCOPE_BYTES} bytes, not {length}"
             )));
         }
-        let Some(kind) = ShellKind::named(&wanted.shell.name) else {
+        let Some(kind) = ShellKind::named(&request.shell.name) else {
             return Err(StartError::Refused(format!(
                 "shell snapshots are unsupported for shell `{}`",
-                wanted.shell.name
+                request.shell.name
             )));
         };
         let fits = matches!(&spec.argv[..], [shell, flag, _, ..]
-            if *shell == wanted.shell.path && flag == "-lc");
+            if *shell == request.shell.path && flag == "-lc");
         Ok(fits.then(|| Self {
             key: SnapshotKey {
-                scope_id: wanted.scope_id.clone(),
+                scope_id: request.scope_id.clone(),
                 kind,
-                path: wanted.shell.path.clone(),
+                path: request.shell.path.clone(),
                 cwd: spec.cwd.clone(),
                 policy: params.env_policy.clone(),
                 sandbox: spec.sandbox.clone(),
@@ -214,14 +214,14 @@ impl Snapshots {
         &self,
         executor: &Executor,
         spec: ProcessSpec,
-        wanted: &SnapshotRequest,
+        request: &SnapshotRequest,
     ) -> ProcessSpec {
-        let cell = self.cell(&wanted.key);
+        let cell = self.cell(&request.key);
         let take = || async {
-            let taken = take(executor, &spec, wanted, self.time).await;
+            let taken = take(executor, &spec, request, self.time).await;
             if let Err(reason) = &taken {
                 tracing::debug!(
-                    scope = wanted.key.scope_id,
+                    scope = request.key.scope_id,
                     reason,
                     "cannot take a shell snapshot"
                 );
@@ -231,7 +231,7 @@ impl Snapshots {
         let snapshot = cell.get_or_init(take).await;
         let restored = snapshot
             .as_ref()
-            .and_then(|snapshot| snapshot.begin(&spec, wanted));
+            .and_then(|snapshot| snapshot.begin(&spec, request));
         restored.unwrap_or(spec)
     }
 
@@ -280,18 +280,18 @@ struct Snapshot {
 impl Snapshot {
     /// The same command in a shell that restores the state; `None` if the state is too long for
     /// that.
-    fn begin(&self, spec: &ProcessSpec, wanted: &SnapshotRequest) -> Option<ProcessSpec> {
+    fn begin(&self, spec: &ProcessSpec, request: &SnapshotRequest) -> Option<ProcessSpec> {
         let [shell, _, command, rest @ ..] = &spec.argv[..] else {
             return None;
         };
         let mut env = spec.env.clone();
         for (name, value) in &self.set {
-            if !wanted.asked.contains(name) {
+            if !request.asked.contains(name) {
                 env.insert(name.clone(), value.clone());
             }
         }
         for name in &self.removed {
-            if !wanted.asked.contains(name) {
+            if !request.asked.contains(name) {
                 env.remove(name);
             }
         }
@@ -311,7 +311,7 @@ impl Snapshot {
         if text.len() > MAX_TEXT_BYTES {
             return None;
         }
-        let bare = wanted.key.kind.bare().to_owned();
+        let bare = request.key.kind.bare().to_owned();
         let argv = [shell.clone(), bare, text];
         Some(ProcessSpec {
             argv: argv.into_iter().chain(rest.iter().cloned()).collect(),
@@ -340,16 +340,16 @@ fn parts(text: &str) -> impl Iterator<Item = &str> {
 async fn take(
     executor: &Executor,
     spec: &ProcessSpec,
-    wanted: &SnapshotRequest,
+    request: &SnapshotRequest,
     time: Duration,
 ) -> Result<Snapshot, String> {
     let deadline = tokio::time::Instant::now() + time;
     let mark = format!("exec-server-{}", uuid::Uuid::new_v4().simple());
-    let key = &wanted.key;
+    let key = &request.key;
     let script = key.kind.capture(&mark);
     let argv = vec![key.path.clone(), "-lc".to_owned(), script];
     let end = format!("\n{mark} end\n");
-    let (said, process) = hear(executor, spec, argv, &end, deadline).await?;
+    let (said, process) = run_until(executor, spec, argv, &end, deadline).await?;
     let mut snapshot = understand(&said, &mark, spec, key.policy.as_ref())?;
     snapshot.left = process;
     // Background processes of start-up files may have written in between.
@@ -358,9 +358,9 @@ async fn take(
         ..spec.clone()
     };
     trial.argv[2] = format!("printf '\\n%s end\\n' {mark}");
-    let trial = snapshot.begin(&trial, wanted).ok_or("too long")?;
+    let trial = snapshot.begin(&trial, request).ok_or("too long")?;
     let (argv, spec) = (trial.argv.clone(), trial);
-    let heard = hear(executor, &spec, argv, &end, deadline).await;
+    let heard = run_until(executor, &spec, argv, &end, deadline).await;
     let outcome = match heard {
         Ok((said, _)) if said.starts_with(end.as_bytes()) => Ok(snapshot),
         Ok(_) => Err((snapshot, "its state cannot be given to another".to_owned())),
@@ -379,7 +379,7 @@ async fn take(
 
 /// Runs a shell until it has printed `end`; returns its output, and the shell if it left background
 /// processes.
-async fn hear(
+async fn run_until(
     executor: &Executor,
     spec: &ProcessSpec,
     argv: Vec<String>,
@@ -586,7 +586,7 @@ mod tests {
             left: None,
         };
         let spec = spec(&[("A", "asked"), ("C", "asked"), ("D", "policy")]);
-        let wanted = SnapshotRequest {
+        let request = SnapshotRequest {
             key: SnapshotKey {
                 scope_id: "s".to_owned(),
                 kind: ShellKind::Sh,
@@ -597,7 +597,7 @@ mod tests {
             },
             asked: ["A", "C"].map(str::to_owned).into(),
         };
-        let begun = snapshot.begin(&spec, &wanted).unwrap();
+        let begun = snapshot.begin(&spec, &request).unwrap();
         let env: Vec<_> = begun.env.iter().map(|(n, v)| (&**n, v.len())).collect();
         assert_eq!(
             env,
@@ -617,7 +617,7 @@ mod tests {
         );
         let mut long = spec;
         long.argv[2] = "x".repeat(MAX_TEXT_BYTES);
-        assert!(snapshot.begin(&long, &wanted).is_none());
+        assert!(snapshot.begin(&long, &request).is_none());
     }
 
     #[test]

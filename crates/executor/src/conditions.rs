@@ -281,7 +281,7 @@ impl WaitProgress<'_> {
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 return self.result(|result| result.wait_timed_out = true);
             }
-            let next = self.next_moment(deadline);
+            let next = self.next_check(deadline);
             tokio::select! {
                 () = changed => {}
                 () = sleep_until(next) => {}
@@ -290,7 +290,7 @@ impl WaitProgress<'_> {
     }
 
     /// Time of the next step if no output arrives.
-    fn next_moment(&self, deadline: Option<Instant>) -> Option<Instant> {
+    fn next_check(&self, deadline: Option<Instant>) -> Option<Instant> {
         let quiet = self.conditions().iter().filter_map(|one| match one {
             CompiledCondition::Quiet(time) => self.active.checked_add(*time),
             _ => None,

@@ -340,14 +340,17 @@ impl Executor {
     }
 
     /// Starts a file helper process.
-    pub(crate) fn launch_helper(&self, errand: &PendingLaunch) -> Result<OwnedFd, SandboxError> {
+    pub(crate) fn launch_helper(
+        &self,
+        pending_launch: &PendingLaunch,
+    ) -> Result<OwnedFd, SandboxError> {
         self.inner.launcher.path()?;
         let null = self.null();
         // A forked launcher is identified by its pid, which must not be reaped meanwhile.
         let _shared = self.inner.starting.read();
         let request = ForkRequest {
             streams: [null; 3],
-            errand,
+            pending_launch,
             limits: &[],
             groups: &[],
             terminal: false,
@@ -356,7 +359,7 @@ impl Executor {
             .inner
             .launcher
             .fork(null, &request)
-            .or_else(|_| self.inner.launcher.launch_alone(null, errand));
+            .or_else(|_| self.inner.launcher.launch_alone(null, pending_launch));
         let (_, pidfd) = launched.map_err(|source| SandboxError::System {
             action: "execute the sandbox launcher",
             source,

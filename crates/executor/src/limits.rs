@@ -67,7 +67,7 @@ pub(crate) fn sweep() -> bool {
 
 /// Removes control groups of servers that were killed before they could do so; runs once per base
 /// directory.
-fn sweep_strangers(base: &Path) {
+fn remove_stale_groups(base: &Path) {
     /// Younger groups may belong to a running server that is about to add the first process.
     const AGE: Duration = Duration::from_secs(60);
     static SWEPT: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
@@ -164,7 +164,7 @@ fn group(controller: &str, files: [&str; 2], value: u64) -> io::Result<ControlGr
     let (base, version) = base(controller)
         .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "controller is not available"))?;
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    sweep_strangers(&base);
+    remove_stale_groups(&base);
     let name = format!("{PREFIX}{}-{number}", std::process::id());
     let directory = base.join(name);
     fs::create_dir(&directory)?;

@@ -81,7 +81,7 @@ impl Drop for ConnectingProcess {
 
 /// Other end of an accepted connection.
 #[derive(Debug, Clone, Copy)]
-pub enum Peer {
+pub enum LocalPeer {
     /// The process that connected to a unix socket.
     Process(Pid),
     /// The addresses of both ends of a TCP connection: the peer's, and the listener's.
@@ -107,14 +107,14 @@ pub fn is_reachable_from_sandboxes() -> bool {
 
 /// Determines whether a process that this program sandboxes is behind a connection. Reads `/proc`,
 /// and blocks.
-pub fn admit(peer: Peer) -> Admitted {
+pub fn admit(peer: LocalPeer) -> Admitted {
     if !is_reachable_from_sandboxes() {
         return Admitted::Yes;
     }
     match peer {
-        Peer::Process(pid) => is_sandboxed(pid),
-        Peer::Addresses(peer, _) if !is_local(peer.ip()) => Admitted::Yes,
-        Peer::Addresses(peer, listener) => {
+        LocalPeer::Process(pid) => is_sandboxed(pid),
+        LocalPeer::Addresses(peer, _) if !is_local(peer.ip()) => Admitted::Yes,
+        LocalPeer::Addresses(peer, listener) => {
             let Some(socket) = local_peer::tcp_socket(peer, listener) else {
                 return Admitted::Unknown;
             };
@@ -179,22 +179,22 @@ mod tests {
     fn peer_below_a_sandboxed_process_is_not_admitted() {
         let own = rustix::process::getpid();
         let parent = rustix::process::getppid().unwrap();
-        assert_eq!(admit(Peer::Process(own)), Admitted::Yes);
+        assert_eq!(admit(LocalPeer::Process(own)), Admitted::Yes);
         // The parent of this process stands for a launcher.
         let mut connecting = ConnectingProcess::announce(true);
-        assert_eq!(admit(Peer::Process(own)), Admitted::Yes);
+        assert_eq!(admit(LocalPeer::Process(own)), Admitted::Yes);
         connecting.started(parent);
-        assert_eq!(admit(Peer::Process(own)), Admitted::No);
+        assert_eq!(admit(LocalPeer::Process(own)), Admitted::No);
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let here = listener.local_addr().unwrap();
         let client = std::net::TcpStream::connect(here).unwrap();
         let (_accepted, peer) = listener.accept().unwrap();
-        assert_eq!(admit(Peer::Addresses(peer, here)), Admitted::No);
+        assert_eq!(admit(LocalPeer::Addresses(peer, here)), Admitted::No);
         drop(client);
-        assert_eq!(admit(Peer::Addresses(peer, here)), Admitted::Unknown);
+        assert_eq!(admit(LocalPeer::Addresses(peer, here)), Admitted::Unknown);
         drop(connecting);
         // A connection that it made may be accepted after its end.
-        assert_eq!(admit(Peer::Addresses(peer, here)), Admitted::Unknown);
-        assert_eq!(admit(Peer::Process(own)), Admitted::Yes);
+        assert_eq!(admit(LocalPeer::Addresses(peer, here)), Admitted::Unknown);
+        assert_eq!(admit(LocalPeer::Process(own)), Admitted::Yes);
     }
 }

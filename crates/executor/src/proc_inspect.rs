@@ -251,7 +251,7 @@ mod tests {
 
     use super::*;
 
-    fn own() -> Vec<Pid> {
+    fn own_processes() -> Vec<Pid> {
         vec![rustix::process::getpid()]
     }
 
@@ -259,16 +259,16 @@ mod tests {
     fn listens_finds_ports_of_this_process() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let pid = own()[0].as_raw_nonzero().get();
-        assert_eq!(listens(&own(), Some(port)), Some((pid, port)));
-        assert_eq!(listens(&own(), None).unwrap().0, pid);
+        let pid = own_processes()[0].as_raw_nonzero().get();
+        assert_eq!(listens(&own_processes(), Some(port)), Some((pid, port)));
+        assert_eq!(listens(&own_processes(), None).unwrap().0, pid);
         assert_eq!(listens(&[], Some(port)), None);
         drop(listener);
-        assert_eq!(listens(&own(), Some(port)), None);
+        assert_eq!(listens(&own_processes(), Some(port)), None);
         let six = TcpListener::bind("[::1]:0");
         if let Ok(six) = six {
             let port = six.local_addr().unwrap().port();
-            assert_eq!(listens(&own(), Some(port)), Some((pid, port)));
+            assert_eq!(listens(&own_processes(), Some(port)), Some((pid, port)));
         }
     }
 
@@ -304,7 +304,7 @@ mod tests {
 
     #[test]
     fn memory_of_this_process_is_read() {
-        let pid = own()[0].as_raw_nonzero().get();
+        let pid = own_processes()[0].as_raw_nonzero().get();
         let set: [u64; 2] = [0b101, 0b1];
         let address = set.as_ptr() as u64;
         assert_eq!(selected(pid, 65, address), [0, 2, 64]);

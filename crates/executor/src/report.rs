@@ -10,7 +10,7 @@ use crate::log::{Exit, Log, LogEnd, OutputStream};
 use crate::signal;
 
 /// Whether a read after `after` would return new data.
-pub fn has_news(log: &Log, after: u64) -> bool {
+pub fn has_new_data(log: &Log, after: u64) -> bool {
     log.has_output_after(after)
         || log.close().is_some()
         || (log.exit().is_some() && after < log.next_seq() - 1)

@@ -63,7 +63,7 @@ impl TreeTag {
     }
 
     /// Whether this program has assigned the tag.
-    fn is_given_out(self) -> bool {
+    fn is_assigned(self) -> bool {
         let given_out = GIVEN_OUT.load(Ordering::Relaxed);
         Self::of_server()
             .0
@@ -320,7 +320,7 @@ impl Trees {
     }
 
     /// The same trees, without the orphans that only may belong to them.
-    pub(crate) fn without_strays(mut self) -> Self {
+    pub(crate) fn without_orphans(mut self) -> Self {
         self.since = u64::MAX;
         self
     }
@@ -380,7 +380,7 @@ pub(crate) struct RemainingProcesses {
     pub(crate) members: Vec<Pid>,
     /// Orphaned descendants of this program that may belong to these trees or to others; nothing
     /// connects them to any tree.
-    pub(crate) strays: Vec<Pid>,
+    pub(crate) unattributed_orphans: Vec<Pid>,
 }
 
 /// ```text
@@ -501,10 +501,13 @@ impl TerminationProgress {
                     .deadline
                     .is_none_or(|deadline| Instant::now() >= deadline)
                 {
-                    let strays = table.strays(self.trees.since);
+                    let unattributed_orphans = table.unattributed_orphans(self.trees.since);
                     answer(RemainingProcesses {
                         members,
-                        strays: strays.into_iter().map(|(pid, _)| pid).collect(),
+                        unattributed_orphans: unattributed_orphans
+                            .into_iter()
+                            .map(|(pid, _)| pid)
+                            .collect(),
                     });
                     return TaskProgress::Done;
                 }
@@ -530,11 +533,14 @@ impl TerminationProgress {
         answer: &mut dyn FnMut(RemainingProcesses),
     ) -> Option<Vec<Pid>> {
         let living = table.living(&self.trees.tags);
-        let Some(strays) = self.none_left(&living, table) else {
+        let Some(unattributed_orphans) = self.none_left(&living, table) else {
             return Some(living);
         };
         let members = Vec::new();
-        answer(RemainingProcesses { members, strays });
+        answer(RemainingProcesses {
+            members,
+            unattributed_orphans,
+        });
         None
     }
 
@@ -560,14 +566,22 @@ impl TerminationProgress {
         if !is_certain {
             return None;
         }
-        let strays = table.strays(self.trees.since);
+        let unattributed_orphans = table.unattributed_orphans(self.trees.since);
         let now = clock();
         // A process that this program just forked gets its tag soon.
         let is_young = |start: u64| now.saturating_sub(start) <= ticks(FORK_TO_TAG);
-        if strays.iter().any(|&(_, start)| is_young(start)) {
+        if unattributed_orphans
+            .iter()
+            .any(|&(_, start)| is_young(start))
+        {
             return None;
         }
-        Some(strays.into_iter().map(|(pid, _)| pid).collect())
+        Some(
+            unattributed_orphans
+                .into_iter()
+                .map(|(pid, _)| pid)
+                .collect(),
+        )
     }
 }
 
@@ -617,8 +631,8 @@ mod tests {
         assert_ne!(one, other);
         assert!(one.0 > 1 << 59, "{one:?}");
         assert!(one.0 < TreeTag::of_server().0, "a limit only goes down");
-        assert!(one.is_given_out() && TreeTag::of_server().is_given_out());
-        assert!(!TreeTag(one.0 - 1000).is_given_out());
+        assert!(one.is_assigned() && TreeTag::of_server().is_assigned());
+        assert!(!TreeTag(one.0 - 1000).is_assigned());
     }
 
     #[test]

@@ -37,8 +37,8 @@ impl Serialize for NoParams {
 
 impl<'de> Deserialize<'de> for NoParams {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Empty;
-        impl<'de> Visitor<'de> for Empty {
+        struct NoParamsVisitor;
+        impl<'de> Visitor<'de> for NoParamsVisitor {
             type Value = NoParams;
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("no params, null or an empty object")
@@ -55,7 +55,7 @@ impl<'de> Deserialize<'de> for NoParams {
                 }
             }
         }
-        deserializer.deserialize_any(Empty)
+        deserializer.deserialize_any(NoParamsVisitor)
     }
 }
 

@@ -649,7 +649,7 @@ async fn write_frames(
             outgoing.push_pong(&payload);
         }
         if socket.heard.swap(false, Ordering::Relaxed) {
-            keepalive.heard(now());
+            keepalive.record_received_data(now());
         }
         let wait = match keepalive.poll(now()) {
             KeepaliveAction::Wait(until) => until,

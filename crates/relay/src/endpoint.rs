@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use crate::frame::{self, Body, Frame, FrameError, Transmit};
+use crate::frame::{self, Frame, FrameBody, FrameError, Transmit};
 use crate::keys::{Authorization, PublicKey};
 use crate::limits::{
     EndpointLimits, MAX_MESSAGE_BYTES, MAX_QUEUED_RESETS, MAX_REMEMBERED_HANDSHAKES, MAX_TOMBSTONES,
@@ -461,12 +461,12 @@ impl Endpoint {
         };
         let before = stream.inbound_bytes();
         let result = match (&frame.body, self.role) {
-            (Body::Reset { reason }, _) => {
+            (FrameBody::Reset { reason }, _) => {
                 let reason = EndReason::parse(reason);
                 self.handle_reset(key, reason);
                 return Ok(());
             }
-            (Body::Handshake { payload }, EndpointRole::Executor) => {
+            (FrameBody::Handshake { payload }, EndpointRole::Executor) => {
                 // Another handshake for the same id is from another harness and is ignored: a reset
                 // would end the stream of the first one.
                 if stream.handshake_hash == digest(payload) {
@@ -474,7 +474,7 @@ impl Endpoint {
                 }
                 Ok(())
             }
-            (Body::Handshake { payload }, EndpointRole::Harness) => {
+            (FrameBody::Handshake { payload }, EndpointRole::Harness) => {
                 let offers_credit = frame.acks.credit != 0;
                 match stream.finish_handshake(payload, offers_credit) {
                     Ok(true) => {
@@ -530,11 +530,11 @@ impl Endpoint {
     /// Handles a frame for a stream that the executor does not have.
     fn handle_unknown_stream(&mut self, now: Instant, frame: &Frame<'_>) {
         let refused = match &frame.body {
-            Body::Handshake { payload } => self.handle_handshake(now, frame, payload).err(),
+            FrameBody::Handshake { payload } => self.handle_handshake(now, frame, payload).err(),
             // No reset: a harness that starts, one that ends its stream, and a late
             // acknowledgement.
-            Body::Resume { next_seq: 0 } | Body::Reset { .. } | Body::Ack => None,
-            Body::Data { .. } | Body::Resume { .. } | Body::Heartbeat => {
+            FrameBody::Resume { next_seq: 0 } | FrameBody::Reset { .. } | FrameBody::Ack => None,
+            FrameBody::Data { .. } | FrameBody::Resume { .. } | FrameBody::Heartbeat => {
                 let tombstones = self
                     .admission
                     .iter()
@@ -609,7 +609,7 @@ impl Endpoint {
                 &Frame {
                     stream_id: frame.stream_id.clone(),
                     acks: frame.acks,
-                    body: Body::Heartbeat,
+                    body: FrameBody::Heartbeat,
                 },
             )?;
         }

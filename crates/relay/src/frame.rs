@@ -28,8 +28,8 @@ pub mod proto {
         #[prost(uint32, tag = "4")]
         pub ack_bits: u32,
         /// The content.
-        #[prost(oneof = "Body", tags = "5, 6, 7, 8, 9, 10")]
-        pub body: Option<Body>,
+        #[prost(oneof = "ProtoBody", tags = "5, 6, 7, 8, 9, 10")]
+        pub body: Option<ProtoBody>,
         /// W3C trace context; not encrypted.
         #[prost(string, optional, tag = "11")]
         pub traceparent: Option<String>,
@@ -44,7 +44,7 @@ pub mod proto {
 
     /// Content of a frame.
     #[derive(Clone, PartialEq, prost::Oneof)]
-    pub enum Body {
+    pub enum ProtoBody {
         /// A record.
         #[prost(message, tag = "5")]
         Data(RelayData),
@@ -155,7 +155,7 @@ pub struct Frame<'a> {
     /// Acknowledgement of the other direction.
     pub acks: Acks,
     /// The content.
-    pub body: Body<'a>,
+    pub body: FrameBody<'a>,
 }
 
 /// Acknowledgement and credit for the other direction, on every frame.
@@ -172,7 +172,7 @@ pub struct Acks {
 
 /// Content of a frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Body<'a> {
+pub enum FrameBody<'a> {
     /// An encrypted record.
     Data {
         /// Its sequence number.
@@ -282,17 +282,17 @@ impl<'a> RawFrame<'a> {
                 credit: frame.credit,
             },
             body: frame.body.map(|body| match body {
-                proto::Body::Data(data) => RawBody::Data {
+                proto::ProtoBody::Data(data) => RawBody::Data {
                     seq: data.seq,
                     index: data.segment_index,
                     count: data.segment_count,
                     payload: Cow::Owned(data.payload),
                 },
-                proto::Body::AckFrame(_) => RawBody::Ack,
-                proto::Body::Resume(resume) => RawBody::Resume(resume.next_seq),
-                proto::Body::Reset(reset) => RawBody::Reset(Cow::Owned(reset.reason)),
-                proto::Body::Heartbeat(_) => RawBody::Heartbeat,
-                proto::Body::Handshake(handshake) => {
+                proto::ProtoBody::AckFrame(_) => RawBody::Ack,
+                proto::ProtoBody::Resume(resume) => RawBody::Resume(resume.next_seq),
+                proto::ProtoBody::Reset(reset) => RawBody::Reset(Cow::Owned(reset.reason)),
+                proto::ProtoBody::Heartbeat(_) => RawBody::Heartbeat,
+                proto::ProtoBody::Handshake(handshake) => {
                     RawBody::Handshake(Cow::Owned(handshake.payload))
                 }
             }),
@@ -313,18 +313,18 @@ impl<'a> RawFrame<'a> {
             RawBody::Data { payload, .. } if payload.is_empty() => {
                 return Err(FrameError::Empty("record"));
             }
-            RawBody::Data { seq, payload, .. } => Body::Data { seq, payload },
-            RawBody::Ack => Body::Ack,
-            RawBody::Resume(next_seq) => Body::Resume { next_seq },
+            RawBody::Data { seq, payload, .. } => FrameBody::Data { seq, payload },
+            RawBody::Ack => FrameBody::Ack,
+            RawBody::Resume(next_seq) => FrameBody::Resume { next_seq },
             RawBody::Reset(reason) if reason.is_empty() => {
                 return Err(FrameError::Empty("reason"));
             }
-            RawBody::Reset(reason) => Body::Reset { reason },
-            RawBody::Heartbeat => Body::Heartbeat,
+            RawBody::Reset(reason) => FrameBody::Reset { reason },
+            RawBody::Heartbeat => FrameBody::Heartbeat,
             RawBody::Handshake(payload) if payload.is_empty() => {
                 return Err(FrameError::Empty("handshake"));
             }
-            RawBody::Handshake(payload) => Body::Handshake { payload },
+            RawBody::Handshake(payload) => FrameBody::Handshake { payload },
         };
         Ok(Frame {
             stream_id: self.stream_id,
@@ -613,7 +613,7 @@ mod tests {
         let valid = proto::RelayMessageFrame {
             version: 1,
             stream_id: "s".into(),
-            body: Some(proto::Body::Data(proto::RelayData {
+            body: Some(proto::ProtoBody::Data(proto::RelayData {
                 seq: 0,
                 segment_index: 0,
                 segment_count: 1,
@@ -639,7 +639,7 @@ mod tests {
         assert_eq!(refused(|f| f.body = None), FrameError::NoBody);
         for (index, count) in [(0, 2), (1, 1), (0, 0)] {
             let mut frame = valid.clone();
-            frame.body = Some(proto::Body::Data(proto::RelayData {
+            frame.body = Some(proto::ProtoBody::Data(proto::RelayData {
                 seq: 0,
                 segment_index: index,
                 segment_count: count,
@@ -651,11 +651,13 @@ mod tests {
             );
         }
         assert_eq!(
-            refused(|f| f.body = Some(proto::Body::Reset(proto::RelayReset::default()))),
+            refused(|f| f.body = Some(proto::ProtoBody::Reset(proto::RelayReset::default()))),
             FrameError::Empty("reason")
         );
         assert_eq!(
-            refused(|f| f.body = Some(proto::Body::Handshake(proto::RelayHandshake::default()))),
+            refused(
+                |f| f.body = Some(proto::ProtoBody::Handshake(proto::RelayHandshake::default()))
+            ),
             FrameError::Empty("handshake")
         );
         assert_eq!(decode(&[0xff]), Err(FrameError::Undecodable));
@@ -665,11 +667,11 @@ mod tests {
         );
     }
 
-    fn body() -> impl Strategy<Value = proto::Body> {
+    fn body() -> impl Strategy<Value = proto::ProtoBody> {
         prop_oneof![
             (any::<u32>(), 0..3_u32, 0..3_u32, any::<Vec<u8>>()).prop_map(
                 |(seq, i, n, payload)| {
-                    proto::Body::Data(proto::RelayData {
+                    proto::ProtoBody::Data(proto::RelayData {
                         seq,
                         segment_index: i,
                         segment_count: n,
@@ -677,12 +679,14 @@ mod tests {
                     })
                 }
             ),
-            Just(proto::Body::AckFrame(proto::RelayAck {})),
-            any::<u32>().prop_map(|next_seq| proto::Body::Resume(proto::RelayResume { next_seq })),
-            any::<String>().prop_map(|reason| proto::Body::Reset(proto::RelayReset { reason })),
-            Just(proto::Body::Heartbeat(proto::RelayHeartbeat {})),
+            Just(proto::ProtoBody::AckFrame(proto::RelayAck {})),
+            any::<u32>()
+                .prop_map(|next_seq| proto::ProtoBody::Resume(proto::RelayResume { next_seq })),
+            any::<String>()
+                .prop_map(|reason| proto::ProtoBody::Reset(proto::RelayReset { reason })),
+            Just(proto::ProtoBody::Heartbeat(proto::RelayHeartbeat {})),
             any::<Vec<u8>>()
-                .prop_map(|payload| proto::Body::Handshake(proto::RelayHandshake { payload })),
+                .prop_map(|payload| proto::ProtoBody::Handshake(proto::RelayHandshake { payload })),
         ]
     }
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use crate::endpoint::EndpointRole;
-use crate::frame::{Acks, Body, Frame, Transmit};
+use crate::frame::{Acks, Frame, FrameBody, Transmit};
 use crate::limits::{
     COMPATIBLE_HELD_BYTES, EndpointLimits, MAX_RECORD_BYTES, RELIABLE_HELD_BYTES, TAG_BYTES,
 };
@@ -464,12 +464,12 @@ impl StreamMachine {
             self.handle_acks(now, frame);
         }
         match &frame.body {
-            Body::Data { seq, payload } => self.handle_data(now, *seq, payload),
-            Body::Resume { .. } if self.is_reliable() => {
+            FrameBody::Data { seq, payload } => self.handle_data(now, *seq, payload),
+            FrameBody::Resume { .. } if self.is_reliable() => {
                 self.answer(true);
                 Ok(())
             }
-            Body::Heartbeat => {
+            FrameBody::Heartbeat => {
                 self.answer(self.role == EndpointRole::Executor);
                 Ok(())
             }
@@ -477,12 +477,12 @@ impl StreamMachine {
         }
     }
 
-    fn handle_early(&mut self, offers_credit: bool, body: &Body<'_>) -> Result<(), EndReason> {
+    fn handle_early(&mut self, offers_credit: bool, body: &FrameBody<'_>) -> Result<(), EndReason> {
         match body {
             // The record arrived before the handshake; the executor will send it again.
-            Body::Data { .. } if offers_credit && self.role == EndpointRole::Harness => Ok(()),
-            Body::Data { .. } => Err(EndReason::UnexpectedFrame),
-            Body::Heartbeat if offers_credit && self.role == EndpointRole::Executor => {
+            FrameBody::Data { .. } if offers_credit && self.role == EndpointRole::Harness => Ok(()),
+            FrameBody::Data { .. } => Err(EndReason::UnexpectedFrame),
+            FrameBody::Heartbeat if offers_credit && self.role == EndpointRole::Executor => {
                 self.control.heartbeat = true;
                 Ok(())
             }
@@ -493,11 +493,11 @@ impl StreamMachine {
     fn handle_acks(&mut self, now: Instant, frame: &Frame<'_>) {
         let acks = frame.acks;
         // On frames other than `Ack`, all zeros may mean record 0 or no acknowledgement.
-        let has_acks = acks.ack != 0 || acks.bits != 0 || matches!(frame.body, Body::Ack);
+        let has_acks = acks.ack != 0 || acks.bits != 0 || matches!(frame.body, FrameBody::Ack);
         if has_acks {
             self.window.acknowledge(now, acks);
         }
-        let is_resume = matches!(frame.body, Body::Resume { .. });
+        let is_resume = matches!(frame.body, FrameBody::Resume { .. });
         if self.path == SocketState::Resuming {
             self.path = SocketState::Up;
             self.retry = None;

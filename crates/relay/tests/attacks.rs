@@ -7,7 +7,7 @@ mod support;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use exec_server_relay::frame::{Acks, Body, Transmit, decode};
+use exec_server_relay::frame::{Acks, FrameBody, Transmit, decode};
 use exec_server_relay::keys::Authorization;
 use exec_server_relay::noise::StaticKeys;
 use exec_server_relay::{
@@ -35,7 +35,7 @@ fn resets(frames: &[Vec<u8>]) -> Vec<(String, EndReason)> {
         .filter_map(|frame| {
             let frame = decode(frame).unwrap();
             match frame.body {
-                Body::Reset { reason } => {
+                FrameBody::Reset { reason } => {
                     Some((frame.stream_id.into_owned(), EndReason::parse(&reason)))
                 }
                 _ => None,
@@ -133,7 +133,7 @@ fn replayed_handshake_opens_no_stream_and_is_not_decrypted() {
     // While open, the same answer is sent again, which only the first harness can use.
     let again = target.deliver(&first[1]);
     let payload = |frame: &[u8]| match decode(frame).unwrap().body {
-        Body::Handshake { payload } => payload.into_owned(),
+        FrameBody::Handshake { payload } => payload.into_owned(),
         other => panic!("{other:?}"),
     };
     assert_eq!(payload(&again[0]), payload(&reply[0]));
@@ -273,7 +273,7 @@ fn rejected_credentials_of_the_executor_are_reported_in_the_handshake() {
         };
         let answered = answer.iter().filter(|frame| {
             let frame = decode(frame).unwrap();
-            matches!(&frame.body, Body::Handshake { payload } if payload.len() == 3465)
+            matches!(&frame.body, FrameBody::Handshake { payload } if payload.len() == 3465)
         });
         assert_eq!(answered.count(), 1);
         for frame in &answer {
@@ -528,7 +528,7 @@ fn flipped_bit_never_changes_a_message() {
                 .unwrap();
             let mut frame = frames(&mut harness, target.now).remove(0);
             let payload = match decode(&frame).unwrap().body {
-                Body::Data { payload, .. } => frame.len() - payload.len(),
+                FrameBody::Data { payload, .. } => frame.len() - payload.len(),
                 other => panic!("{other:?}"),
             };
             let Some(flipped) = frame.get_mut(byte) else {
@@ -698,7 +698,10 @@ fn busy_stream_does_not_starve_other_streams() {
     // A control frame is sent before both.
     target.deliver_only(&Transmit::heartbeat("unknown", Acks::default()).to_vec());
     let frame = target.executor.poll_transmit(target.now).unwrap().to_vec();
-    assert!(matches!(decode(&frame).unwrap().body, Body::Reset { .. }));
+    assert!(matches!(
+        decode(&frame).unwrap().body,
+        FrameBody::Reset { .. }
+    ));
 }
 
 impl AttackedExecutor {

@@ -327,13 +327,18 @@ fn stream_without_credit_uses_the_compatible_wire() {
         let signs = limits[HARNESS].acknowledge;
         simulation.tamper = Some(Box::new(move |_, from, frame| {
             let frame = exec_server_relay::frame::decode(frame).unwrap();
-            use exec_server_relay::frame::Body;
+            use exec_server_relay::frame::FrameBody;
             let silent = frame.acks == Default::default();
             assert!(matches!(
                 frame.body,
-                Body::Data { .. } | Body::Resume { next_seq: 0 } | Body::Handshake { .. }
+                FrameBody::Data { .. }
+                    | FrameBody::Resume { next_seq: 0 }
+                    | FrameBody::Handshake { .. }
             ));
-            let is_first = matches!(frame.body, Body::Resume { .. } | Body::Handshake { .. });
+            let is_first = matches!(
+                frame.body,
+                FrameBody::Resume { .. } | FrameBody::Handshake { .. }
+            );
             assert!(silent || (signs && from == HARNESS && is_first));
         }));
         exactly_once(7, &mut simulation, 50, 100_000);

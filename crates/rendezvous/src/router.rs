@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use exec_server_relay::EndReason;
-use exec_server_relay::frame::{Body, Frame};
+use exec_server_relay::frame::{Frame, FrameBody};
 use exec_server_relay::keys::Fingerprint;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -67,9 +67,9 @@ impl FrameKind {
     /// Classifies a valid frame.
     pub fn of(frame: &Frame<'_>) -> Self {
         match &frame.body {
-            Body::Resume { .. } => Self::Resume,
-            Body::Handshake { .. } => Self::Handshake,
-            Body::Reset { reason } => Self::Reset {
+            FrameBody::Resume { .. } => Self::Resume,
+            FrameBody::Handshake { .. } => Self::Handshake,
+            FrameBody::Reset { reason } => Self::Reset {
                 blames: matches!(
                     EndReason::parse(reason),
                     EndReason::ProtocolError
@@ -81,7 +81,7 @@ impl FrameKind {
                         | EndReason::Other(_)
                 ),
             },
-            Body::Data { .. } | Body::Ack | Body::Heartbeat => Self::Other,
+            FrameBody::Data { .. } | FrameBody::Ack | FrameBody::Heartbeat => Self::Other,
         }
     }
 }

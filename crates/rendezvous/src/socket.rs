@@ -446,7 +446,7 @@ impl FrameWriter {
             if shared.received_any.swap(false, Ordering::Relaxed)
                 || shared.reading_paused.load(Ordering::Relaxed)
             {
-                keepalive.heard(now());
+                keepalive.record_received_data(now());
             }
             let wait = match keepalive.poll(now()) {
                 KeepaliveAction::Wait(until) => until,
@@ -462,7 +462,7 @@ impl FrameWriter {
                 let bytes = self.queue.iter().map(Bytes::len).sum();
                 if self.flush().await? {
                     // The peer reads what it is sent, so it is alive.
-                    keepalive.heard(now());
+                    keepalive.record_received_data(now());
                 }
                 metrics.sent(bytes);
                 turn::spend(bytes).await;

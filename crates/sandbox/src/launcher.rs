@@ -144,7 +144,7 @@ pub(crate) enum LaunchStep {
 
 impl LaunchStep {
     /// Returns the step as text that follows "cannot" in a message.
-    pub(crate) fn words(self) -> &'static str {
+    pub(crate) fn description(self) -> &'static str {
         match self {
             Self::Order => "understand its order",
             Self::Namespaces => "enter new namespaces",
@@ -212,23 +212,23 @@ fn run(token: OneThread) -> ! {
     };
     match read_order(&order) {
         Ok(LaunchOrder::Probe) => {
-            tell(&report, &LaunchReport::Host(probe(token)));
+            send_report(&report, &LaunchReport::Host(probe(token)));
             confine::exit(0)
         }
         Ok(LaunchOrder::StandBy) => match confine::inherited(token, WORK_FD) {
-            Ok(control) => stand_by(token, control, report),
-            Err(error) => give_up(&report, failed(LaunchStep::Order, b"", error)),
+            Ok(control) => run_standby(token, control, report),
+            Err(error) => report_and_exit(&report, failed(LaunchStep::Order, b"", error)),
         },
         Ok(asked) => {
             let socket = confine::inherited(token, WORK_FD).ok();
             begin(token, LauncherTask::new(asked, order, socket, report))
         }
-        Err(error) => give_up(&report, failed(LaunchStep::Order, b"", error)),
+        Err(error) => report_and_exit(&report, failed(LaunchStep::Order, b"", error)),
     }
 }
 
 /// Forks launchers until the server closes the control socket.
-fn stand_by(token: OneThread, control: OwnedFd, report: OwnedFd) -> ! {
+fn run_standby(token: OneThread, control: OwnedFd, report: OwnedFd) -> ! {
     drop(report);
     // Other processes must not read this memory.
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
@@ -236,13 +236,13 @@ fn stand_by(token: OneThread, control: OwnedFd, report: OwnedFd) -> ! {
     // Once here, for all forked launchers.
     confine::default_signals(token);
     let mut spares = SpareLaunchers::new(token);
-    while let Some((birth, files)) = spares.next(&control) {
-        let born = match birth.base {
-            Some(base) => spares.assign(base, &birth, &files),
+    while let Some((setup, files)) = spares.next(&control) {
+        let born = match setup.base {
+            Some(base) => spares.assign(base, &setup, &files),
             None => match confine::fork_sibling(token) {
                 Ok(ForkSide::Child) => {
                     drop((control, spares));
-                    be_born(token, &birth, files)
+                    set_up_launcher(token, &setup, files)
                 }
                 Ok(ForkSide::Parent(pid)) => Ok(pid),
                 Err(error) => Err(error),
@@ -257,19 +257,19 @@ fn stand_by(token: OneThread, control: OwnedFd, report: OwnedFd) -> ! {
 }
 
 /// Runs as a launcher with the same state as an executed one: session, streams, limits, order.
-fn be_born(token: OneThread, birth: &LauncherSetup, mut files: Vec<OwnedFd>) -> ! {
-    let groups = files.split_off(birth.kept);
+fn set_up_launcher(token: OneThread, setup: &LauncherSetup, mut files: Vec<OwnedFd>) -> ! {
+    let groups = files.split_off(setup.kept);
     let prepared = || -> Result<(), LaunchFailure> {
         begin_session(NAME)?;
-        if let (true, Some(terminal)) = (birth.terminal, files.first()) {
+        if let (true, Some(terminal)) = (setup.terminal, files.first()) {
             rustix::process::ioctl_tiocsctty(terminal)
                 .map_err(|error| failed(LaunchStep::Session, b"", error))?;
         }
-        submit(&groups, &birth.limits)
+        submit(&groups, &setup.limits)
     };
     let prepared = prepared();
     if let (Err(failure), Some(report)) = (prepared, files.get(REPORT_FD as usize)) {
-        give_up(report, failure)
+        report_and_exit(report, failure)
     }
     match confine::only(token, files) {
         Ok(()) => run(token),
@@ -306,7 +306,7 @@ fn submit(groups: &[OwnedFd], limits: &[(u32, u64)]) -> Result<(), LaunchFailure
 /// when the other ends of their sockets are closed.
 ///
 /// `network` is the network in which it already is.
-pub(super) fn attend(
+pub(super) fn run_spare(
     token: OneThread,
     base: NamespaceBase,
     network: Option<NetworkNamespace>,
@@ -334,31 +334,31 @@ pub(super) fn attend(
         Ok(SplitSide::First { ids, end, network }) => {
             drop(own);
             first(token, base, (ids, network), end, || {
-                let (birth, mut files) = standby::receive(&firsts)?;
+                let (setup, mut files) = standby::receive(&firsts)?;
                 let _ = rustix::thread::set_name(NAME);
-                let groups = files.split_off(birth.kept);
+                let groups = files.split_off(setup.kept);
                 let mut files = files.into_iter();
                 confine::take_streams(token, &mut files).ok()?;
                 let (order, report) = (files.next()?, files.next()?);
-                let read = submit(&groups, &birth.limits).and_then(|()| {
+                let read = submit(&groups, &setup.limits).and_then(|()| {
                     read_order(&order).map_err(|error| failed(LaunchStep::Order, b"", error))
                 });
                 match read {
                     Ok(asked) => Some(LauncherTask::new(asked, order, files.next(), report)),
-                    Err(failure) => give_up(&report, failure),
+                    Err(failure) => report_and_exit(&report, failure),
                 }
             })
         }
         Ok(SplitSide::Launcher { first, end }) => {
             drop(firsts);
             let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
-            let Some((birth, mut files)) = told.or_else(|| standby::receive(&own)) else {
+            let Some((setup, mut files)) = told.or_else(|| standby::receive(&own)) else {
                 confine::exit(FAILED)
             };
             let _ = rustix::thread::set_name(NAME);
-            let groups = files.split_off(birth.kept);
+            let groups = files.split_off(setup.kept);
             // The first process reports the same failure.
-            let (Ok(()), Some(order)) = (submit(&groups, &birth.limits), files.pop()) else {
+            let (Ok(()), Some(order)) = (submit(&groups, &setup.limits), files.pop()) else {
                 confine::exit(FAILED)
             };
             drop((groups, own));
@@ -368,7 +368,7 @@ pub(super) fn attend(
             if let Some((_, files)) = standby::receive(&firsts)
                 && let Some(report) = files.get(REPORT_FD as usize)
             {
-                give_up(report, failure)
+                report_and_exit(report, failure)
             }
             confine::exit(FAILED)
         }
@@ -391,7 +391,7 @@ fn read_order(order: &OwnedFd) -> io::Result<LaunchOrder> {
 }
 
 /// Sends a report; errors are ignored, because the server may have closed its end.
-fn tell(report: &OwnedFd, what: &LaunchReport) {
+fn send_report(report: &OwnedFd, what: &LaunchReport) {
     if let Ok(bytes) = postcard::to_allocvec(what) {
         let _ = rustix::net::send(report, &bytes, SendFlags::NOSIGNAL);
     }
@@ -436,8 +436,8 @@ fn listen(report: &OwnedFd, listeners: &LoopbackListeners) -> Result<(), LaunchF
     Ok(())
 }
 
-fn give_up(report: &OwnedFd, failure: LaunchFailure) -> ! {
-    tell(report, &LaunchReport::Failed(failure));
+fn report_and_exit(report: &OwnedFd, failure: LaunchFailure) -> ! {
+    send_report(report, &LaunchReport::Failed(failure));
     confine::exit(FAILED)
 }
 
@@ -468,17 +468,20 @@ impl LauncherTask {
     fn new(asked: LaunchOrder, order: OwnedFd, socket: Option<OwnedFd>, report: OwnedFd) -> Self {
         let (confinement, work) = match (asked, socket) {
             (LaunchOrder::Run(plan), _) => {
-                let ledger = OrderFile(order);
-                if let Err(error) = ledger.clear() {
-                    give_up(&report, failed(LaunchStep::Order, b"", error))
+                let order_file = OrderFile(order);
+                if let Err(error) = order_file.clear() {
+                    report_and_exit(&report, failed(LaunchStep::Order, b"", error))
                 }
-                (plan.confinement, LaunchWork::Command(plan.command, ledger))
+                (
+                    plan.confinement,
+                    LaunchWork::Command(plan.command, order_file),
+                )
             }
             (LaunchOrder::Serve(service), Some(socket)) => (
                 service.confinement,
                 LaunchWork::Files(socket, service.unborn),
             ),
-            _ => give_up(&report, failed(LaunchStep::Order, b"", Errno::BADF)),
+            _ => report_and_exit(&report, failed(LaunchStep::Order, b"", Errno::BADF)),
         };
         Self {
             confinement,
@@ -498,13 +501,13 @@ fn begin(token: OneThread, charge: LauncherTask) -> ! {
             Ok(SplitSide::Launcher { first, end }) => {
                 let LauncherTask { work, report, .. } = charge;
                 drop(report);
-                let ledger = match work {
-                    LaunchWork::Command(_, ledger) => Some(ledger),
+                let order_file = match work {
+                    LaunchWork::Command(_, order_file) => Some(order_file),
                     LaunchWork::Files(..) => None,
                 };
-                watch(token, first, end, ledger)
+                watch(token, first, end, order_file)
             }
-            Err(failure) => give_up(&charge.report, failure),
+            Err(failure) => report_and_exit(&charge.report, failure),
         }
     }
     let LauncherTask {
@@ -513,7 +516,7 @@ fn begin(token: OneThread, charge: LauncherTask) -> ! {
         report,
     } = charge;
     if let Err(failure) = confine_self(&confinement) {
-        give_up(&report, failure)
+        report_and_exit(&report, failure)
     }
     match work {
         LaunchWork::Command(command, _) => execute(token, &command, &report),
@@ -525,7 +528,7 @@ fn begin(token: OneThread, charge: LauncherTask) -> ! {
 fn serve(confinement: &Confinement, socket: &OwnedFd, unborn: &[SystemText], report: OwnedFd) -> ! {
     let _ = confine::limit(libc::RLIMIT_CORE, 0);
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
-    tell(&report, &LaunchReport::Started);
+    send_report(&report, &LaunchReport::Started);
     drop(report);
     let mounts = confinement.namespaces.iter().flat_map(|view| &view.mounts);
     let laid: Vec<SystemText> = mounts.map(|mount| mount.path.clone()).collect();
@@ -651,14 +654,14 @@ fn split(
 }
 
 /// Waits for the command and exits with the same status or signal.
-fn watch(token: OneThread, first: Pid, end: OwnedFd, ledger: Option<OrderFile>) -> ! {
+fn watch(token: OneThread, first: Pid, end: OwnedFd, order_file: Option<OrderFile>) -> ! {
     confine::close_streams(token);
     // Read the final message instead of waiting for the first process: the kernel takes a while to
     // remove the namespaces. When the message arrives, no other process is left in them.
     let status = match FinalMessage::read(end) {
         Some(told) => {
-            if let Some(ledger) = ledger {
-                ledger.tell(&told.usage);
+            if let Some(order_file) = order_file {
+                order_file.write_usage(&told.usage);
             }
             told.status
         }
@@ -668,7 +671,7 @@ fn watch(token: OneThread, first: Pid, end: OwnedFd, ledger: Option<OrderFile>) 
         // This process must not dump core: the command has already dumped its own core if it had
         // to.
         let _ = confine::limit(libc::RLIMIT_CORE, 0);
-        confine::die_by(token, libc::WTERMSIG(status))
+        confine::exit_by_signal(token, libc::WTERMSIG(status))
     }
     confine::exit(libc::WEXITSTATUS(status))
 }
@@ -727,7 +730,7 @@ fn first(
     base: NamespaceBase,
     (ids, network): (OuterIds, NetworkNamespace),
     end: OwnedFd,
-    learn: impl FnOnce() -> Option<LauncherTask>,
+    record_filesystem: impl FnOnce() -> Option<LauncherTask>,
 ) -> ! {
     // If the launcher dies, this process must die too, and with it every process in its namespaces.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
@@ -747,7 +750,7 @@ fn first(
     let parts = view::DetachedMounts::make(base);
     // Other processes must not read this memory; the command is a new program with its own setting.
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
-    let Some(charge) = learn() else {
+    let Some(charge) = record_filesystem() else {
         confine::exit(FAILED)
     };
     let LauncherTask {
@@ -769,7 +772,7 @@ fn first(
     };
     let kept = match built() {
         Ok(kept) => kept,
-        Err(failure) => give_up(&report, failure),
+        Err(failure) => report_and_exit(&report, failure),
     };
     let command = match work {
         LaunchWork::Command(command, _) => command,
@@ -777,7 +780,7 @@ fn first(
     };
     let command = match confine::lend(token, || lead_session(token, &command, &report)) {
         Ok(pid) => pid,
-        Err(error) => give_up(&report, failed(LaunchStep::Fork, b"", error)),
+        Err(error) => report_and_exit(&report, failed(LaunchStep::Fork, b"", error)),
     };
     // The server waits until the report socket is closed, also by this process.
     drop(report);
@@ -820,7 +823,7 @@ fn lead_session(token: OneThread, command: &SandboxedCommand, report: &OwnedFd) 
         Ok(())
     };
     if let Err(error) = session() {
-        give_up(report, failed(LaunchStep::Session, b"", error))
+        report_and_exit(report, failed(LaunchStep::Session, b"", error))
     }
     execute(token, command, report)
 }
@@ -995,14 +998,14 @@ fn restrict(plan: &Landlock) -> Result<(), LaunchFailure> {
 fn execute(token: OneThread, command: &SandboxedCommand, report: &OwnedFd) -> ! {
     for &(resource, value) in &command.limits {
         if let Err(error) = confine::limit(resource, value) {
-            give_up(
+            report_and_exit(
                 report,
                 failed(LaunchStep::Limit, resource.to_string(), error),
             )
         }
     }
     if let Err(error) = rustix::process::chdir(command.cwd.as_slice()) {
-        give_up(report, failed(LaunchStep::Directory, &command.cwd, error))
+        report_and_exit(report, failed(LaunchStep::Directory, &command.cwd, error))
     }
     let strings = |texts: &[SystemText]| -> Vec<CString> {
         let each = texts.iter().cloned().map(CString::new);
@@ -1013,9 +1016,9 @@ fn execute(token: OneThread, command: &SandboxedCommand, report: &OwnedFd) -> ! 
     confine::default_signals(token);
     confine::release_signals(token);
     confine::close_on_exec();
-    tell(report, &LaunchReport::Started);
+    send_report(report, &LaunchReport::Started);
     let error = confine::execute(&candidates, &argv, &env);
-    give_up(report, failed(LaunchStep::Execute, b"", error))
+    report_and_exit(report, failed(LaunchStep::Execute, b"", error))
 }
 
 /// Determines what this machine can enforce, by trying it.

@@ -331,11 +331,11 @@ impl PendingLaunch {
     }
 
     /// Creates an order to serve file requests, and the server's end of the socket for them.
-    pub fn serve(prison: &PreparedSandbox) -> io::Result<(OwnedFd, Self)> {
+    pub fn serve(prepared_sandbox: &PreparedSandbox) -> io::Result<(OwnedFd, Self)> {
         let text = |path: &PathBuf| path.as_os_str().as_bytes().to_vec();
-        let mut errand = Self::new(&LaunchOrder::Serve(Box::new(FileService {
-            confinement: prison.confinement.clone(),
-            unborn: prison.unborn.iter().map(text).collect(),
+        let mut pending_launch = Self::new(&LaunchOrder::Serve(Box::new(FileService {
+            confinement: prepared_sandbox.confinement.clone(),
+            unborn: prepared_sandbox.unborn.iter().map(text).collect(),
         })))?;
         let (ours, theirs) = rustix::net::socketpair(
             AddressFamily::UNIX,
@@ -343,37 +343,37 @@ impl PendingLaunch {
             SocketFlags::CLOEXEC,
             None,
         )?;
-        errand.work = Some(rustix::io::fcntl_dupfd_cloexec(&theirs, 16)?);
-        errand.base = prison.base();
-        Ok((ours, errand))
+        pending_launch.work = Some(rustix::io::fcntl_dupfd_cloexec(&theirs, 16)?);
+        pending_launch.base = prepared_sandbox.base();
+        Ok((ours, pending_launch))
     }
 
     /// Creates an order to run a command.
     pub fn run(
-        prison: &PreparedSandbox,
+        prepared_sandbox: &PreparedSandbox,
         program: &Program<'_>,
         limits: &[(u32, u64)],
         terminal: bool,
     ) -> io::Result<Self> {
         let texts = |list: &[CString]| list.iter().map(|text| text.to_bytes().to_vec()).collect();
         let mut limits = limits.to_vec();
-        if prison.confinement.drop_capabilities {
+        if prepared_sandbox.confinement.drop_capabilities {
             limits.push((libc::RLIMIT_CORE, 0));
         }
-        let errand = Self::new(&LaunchOrder::Run(Box::new(SandboxPlan {
+        let pending_launch = Self::new(&LaunchOrder::Run(Box::new(SandboxPlan {
             command: SandboxedCommand {
                 candidates: texts(program.candidates),
                 argv: texts(program.argv),
                 env: texts(program.env),
                 cwd: program.cwd.to_bytes().to_vec(),
                 limits,
-                terminal: terminal && prison.has_namespaces(),
+                terminal: terminal && prepared_sandbox.has_namespaces(),
             },
-            confinement: prison.confinement.clone(),
+            confinement: prepared_sandbox.confinement.clone(),
         })))?;
         Ok(Self {
-            base: prison.base(),
-            ..errand
+            base: prepared_sandbox.base(),
+            ..pending_launch
         })
     }
 
@@ -421,11 +421,11 @@ impl PendingLaunch {
                 },
                 Ok(None) => {
                     let ended = || io::Error::other("the sandbox launcher ended early");
-                    let ledger = OrderFile(order);
+                    let order_file = OrderFile(order);
                     let begun = started.map(|leader| StartedLaunch {
                         leader,
                         listeners,
-                        ledger,
+                        order_file,
                     });
                     return begun.ok_or_else(|| SandboxError::System {
                         action: "start a sandboxed process",
@@ -451,7 +451,7 @@ pub struct StartedLaunch {
     /// Listeners in the command's network namespace, in the order of the plan.
     pub listeners: Vec<OwnedFd>,
     /// File with the resource usage of the command after its end.
-    pub ledger: OrderFile,
+    pub order_file: OrderFile,
 }
 
 /// File that contains the order, and later the resource usage of the command. The launcher
@@ -475,7 +475,7 @@ impl OrderFile {
         rustix::fs::ftruncate(&self.0, 0)
     }
 
-    fn tell(&self, usage: &ResourceUsage) {
+    fn write_usage(&self, usage: &ResourceUsage) {
         let mut bytes = [0; Self::MAX_BYTES];
         if let Ok(bytes) = postcard::to_slice(usage, &mut bytes) {
             // A failed write cannot be reported anywhere.
@@ -545,9 +545,9 @@ fn explain(failure: LaunchFailure) -> SandboxError {
             } else {
                 format!(" `{path}`")
             };
-            let words = step.words();
+            let description = step.description();
             SandboxError::Refused(format!(
-                "failed to prepare process sandbox: cannot {words}{what}: {source}"
+                "failed to prepare process sandbox: cannot {description}{what}: {source}"
             ))
         }
     }
@@ -596,8 +596,9 @@ impl Launcher {
         null: BorrowedFd<'_>,
         request: &ForkRequest<'_>,
     ) -> io::Result<(Pid, OwnedFd)> {
-        self.standby
-            .fork(request, |errand| self.launch_alone(null, errand))
+        self.standby.fork(request, |pending_launch| {
+            self.launch_alone(null, pending_launch)
+        })
     }
 
     /// Ends the standby process; the next sandbox starts another one.
@@ -645,7 +646,7 @@ impl Launcher {
     pub fn launch_alone(
         &self,
         null: BorrowedFd<'_>,
-        errand: &PendingLaunch,
+        pending_launch: &PendingLaunch,
     ) -> io::Result<(Pid, OwnedFd)> {
         let path = self.path.as_deref().ok_or(io::ErrorKind::NotFound)?;
         launch(&Launch {
@@ -661,16 +662,16 @@ impl Launcher {
             // command gets the tag of that command.
             limits: &[self.tag],
             groups: &[],
-            extra: &errand.descriptors(),
+            extra: &pending_launch.descriptors(),
         })
         .map_err(|error| error.source)
     }
 
     /// Runs a launcher that reports what this machine can enforce.
     fn probe(&self, null: &OwnedFd) -> io::Result<HostFeatures> {
-        let errand = PendingLaunch::new(&LaunchOrder::Probe)?;
-        let (pid, _pidfd) = self.launch_alone(null.as_fd(), &errand)?;
-        let PendingLaunch { ours, theirs, .. } = errand;
+        let pending_launch = PendingLaunch::new(&LaunchOrder::Probe)?;
+        let (pid, _pidfd) = self.launch_alone(null.as_fd(), &pending_launch)?;
+        let PendingLaunch { ours, theirs, .. } = pending_launch;
         drop(theirs);
         let report = receive(&ours);
         // The launcher exits after the report.

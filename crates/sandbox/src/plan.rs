@@ -264,7 +264,7 @@ pub fn build(
             confinement.namespaces = Some(namespaces(view, user, network, host, options));
             let root = view.access(Path::new("/"));
             if host.landlock > 0 && root != PathAccess::Write {
-                confinement.landlock = Some(second_wall(view, host));
+                confinement.landlock = Some(landlock_rules(view, host));
                 mechanisms.push("landlock");
             }
         } else {
@@ -452,7 +452,7 @@ const ALWAYS_WRITABLE: [&str; 2] = ["/dev", "/proc"];
 
 /// Landlock rules in addition to namespaces: they restrict writing to the paths that the mounts
 /// make writable.
-fn second_wall(view: &AccessRules, host: &HostFeatures) -> Landlock {
+fn landlock_rules(view: &AccessRules, host: &HostFeatures) -> Landlock {
     let writable = view
         .rules
         .iter()

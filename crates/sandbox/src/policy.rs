@@ -284,7 +284,7 @@ pub fn resolve(
                     patterns.extend(glob::expand_roots(pattern, &roots(sandbox)?));
                 }
             }
-            _ => spelled.extend(spell(entry, sandbox, context)?),
+            _ => spelled.extend(absolute_paths(entry, sandbox, context)?),
         }
     }
     if patterns.is_empty() && writes_everywhere(&spelled) {
@@ -321,7 +321,7 @@ fn roots(sandbox: &Sandbox) -> Result<Vec<PathBuf>, PolicyError> {
 }
 
 /// Returns the absolute paths of an entry.
-fn spell(
+fn absolute_paths(
     entry: &SandboxEntry,
     sandbox: &Sandbox,
     context: &PolicyDirectories<'_>,
@@ -735,7 +735,7 @@ impl Disk for RealDisk {
 ///
 /// A path that is not cached gives an error, and the caller must then resolve the policy with
 /// [`RealDisk`]. Resolution ignores some errors, so the result is valid only if
-/// [`CachedDisk::has_told_all`] returns true.
+/// [`CachedDisk::is_complete`] returns true.
 #[derive(Debug, Default)]
 pub struct CachedDisk {
     /// Known answers: paths often have parent directories in common.
@@ -748,7 +748,7 @@ impl CachedDisk {
     const MAX_LOOKS: usize = 256;
 
     /// Returns whether every lookup was answered from the cache.
-    pub fn has_told_all(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         !self.unknown.get()
     }
 

@@ -69,7 +69,7 @@ pub struct ForkRequest<'a> {
     /// Standard streams of the command.
     pub streams: [BorrowedFd<'a>; 3],
     /// The launcher's order.
-    pub errand: &'a PendingLaunch,
+    pub pending_launch: &'a PendingLaunch,
     /// Resource limits of the launcher.
     pub limits: &'a [(u32, u64)],
     /// Control groups to join.
@@ -108,7 +108,7 @@ impl Standby {
         let Some(current) = &mut *waiting else {
             return Err(io::Error::other("nobody stands by"));
         };
-        match current.ask(request) {
+        match current.request_fork(request) {
             Ok(ForkResponse { born, ended }) => {
                 // The discarded spare has no other user, so it is reaped here.
                 if let Some(ended) = ended {
@@ -135,7 +135,7 @@ impl Standby {
 
 impl PendingFork {
     fn start(start: impl FnOnce(&PendingLaunch) -> io::Result<(Pid, OwnedFd)>) -> io::Result<Self> {
-        let mut errand = PendingLaunch::new(&LaunchOrder::StandBy)?;
+        let mut pending_launch = PendingLaunch::new(&LaunchOrder::StandBy)?;
         let (control, theirs) = rustix::net::socketpair(
             AddressFamily::UNIX,
             SocketType::SEQPACKET,
@@ -144,8 +144,8 @@ impl PendingFork {
         )?;
         sockopt::set_socket_timeout(&control, sockopt::Timeout::Recv, Some(PATIENCE))?;
         sockopt::set_socket_timeout(&control, sockopt::Timeout::Send, Some(PATIENCE))?;
-        errand.work = Some(rustix::io::fcntl_dupfd_cloexec(&theirs, 16)?);
-        let (_, pidfd) = start(&errand)?;
+        pending_launch.work = Some(rustix::io::fcntl_dupfd_cloexec(&theirs, 16)?);
+        let (_, pidfd) = start(&pending_launch)?;
         Ok(Self {
             control,
             pidfd,
@@ -154,17 +154,17 @@ impl PendingFork {
     }
 
     /// Requests a fork and waits for the response.
-    fn ask(&self, request: &ForkRequest<'_>) -> io::Result<ForkResponse> {
+    fn request_fork(&self, request: &ForkRequest<'_>) -> io::Result<ForkResponse> {
         let mut files = request.streams.to_vec();
-        files.extend(request.errand.descriptors());
-        let birth = LauncherSetup {
+        files.extend(request.pending_launch.descriptors());
+        let setup = LauncherSetup {
             limits: request.limits.to_vec(),
             terminal: request.terminal,
-            base: request.errand.base,
+            base: request.pending_launch.base,
             kept: files.len(),
         };
         files.extend(request.groups);
-        send(&self.control, &birth, &files)?;
+        send(&self.control, &setup, &files)?;
         self.answer()
     }
 
@@ -282,14 +282,14 @@ impl SpareLaunchers {
         while self.spare.is_some() && self.mounts_change_before(control) {
             self.discard();
         }
-        let (birth, files) = receive(control)?;
+        let (setup, files) = receive(control)?;
         if files.is_empty() {
             // The server requests nothing more.
             self.discard();
             self.answer(control, Err(Errno::CANCELED.into()));
             return None;
         }
-        Some((birth, files))
+        Some((setup, files))
     }
 
     /// Waits for a request or a change of mounts; returns whether mounts have changed.
@@ -326,12 +326,12 @@ impl SpareLaunchers {
     pub(super) fn assign(
         &mut self,
         base: NamespaceBase,
-        birth: &LauncherSetup,
+        setup: &LauncherSetup,
         files: &[OwnedFd],
     ) -> io::Result<Pid> {
         self.wanted = self.mounts.is_some().then_some(base);
         let spare = self.spare.as_ref();
-        let is_good = spare.is_some_and(|spare| spare.base == base && spare.is_there());
+        let is_good = spare.is_some_and(|spare| spare.base == base && spare.is_waiting());
         if !is_good || self.mounts_changed() {
             self.discard();
         }
@@ -339,7 +339,7 @@ impl SpareLaunchers {
             Some(spare) => spare,
             None => self.make(base)?,
         };
-        let told = spare.tell(birth, files);
+        let told = spare.send_task(setup, files);
         if told.is_err() {
             // It exits without a task.
             self.ended = Some(spare.pid);
@@ -350,7 +350,7 @@ impl SpareLaunchers {
     /// Discards the spare. Its pid is reported to the server, unless it has already exited.
     fn discard(&mut self) {
         if let Some(spare) = self.spare.take()
-            && spare.is_there()
+            && spare.is_waiting()
         {
             self.ended = Some(spare.pid);
         }
@@ -371,7 +371,7 @@ impl SpareLaunchers {
                 drop((launcher, first));
                 let shared = self.network.as_ref().filter(|_| base.shared_network);
                 let network = shared.and_then(|network| launcher::enter_network(network).ok());
-                launcher::attend(self.token, base, network, own, firsts)
+                launcher::run_spare(self.token, base, network, own, firsts)
             }
             ForkSide::Parent(pid) => Ok(SpareLauncher {
                 base,
@@ -400,7 +400,7 @@ impl SpareLaunchers {
 
 impl SpareLauncher {
     /// Returns whether both processes still wait.
-    fn is_there(&self) -> bool {
+    fn is_waiting(&self) -> bool {
         let ends = [&self.launcher, &self.first];
         let mut fds = ends.map(|end| PollFd::new(end, PollFlags::empty()));
         matches!(
@@ -410,21 +410,21 @@ impl SpareLauncher {
     }
 
     /// Sends the task to both processes.
-    fn tell(&self, birth: &LauncherSetup, files: &[OwnedFd]) -> io::Result<Pid> {
+    fn send_task(&self, setup: &LauncherSetup, files: &[OwnedFd]) -> io::Result<Pid> {
         let all: Vec<_> = files.iter().map(OwnedFd::as_fd).collect();
         // The launcher needs neither streams nor sockets, and readers at the other end would wait
         // until the last process has closed them.
-        let (order, groups) = (all.get(launcher::ORDER_FD as usize), &all[birth.kept..]);
+        let (order, groups) = (all.get(launcher::ORDER_FD as usize), &all[setup.kept..]);
         let own: Vec<_> = order.into_iter().chain(groups).copied().collect();
         let own_birth = LauncherSetup {
-            limits: birth.limits.clone(),
+            limits: setup.limits.clone(),
             kept: 1,
             ..LauncherSetup::default()
         };
         // The process that runs the command receives the task last: after a failure the command has
         // not run, and another launcher can be used.
         send(&self.launcher, &own_birth, &own)?;
-        send(&self.first, birth, &all)?;
+        send(&self.first, setup, &all)?;
         Ok(self.pid)
     }
 }
@@ -439,11 +439,11 @@ fn is_quiet(control: &OwnedFd) -> bool {
     matches!(rustix::event::poll(&mut fds, Some(&MOMENT)), Ok(0))
 }
 
-fn send(socket: &OwnedFd, birth: &LauncherSetup, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+fn send(socket: &OwnedFd, setup: &LauncherSetup, files: &[BorrowedFd<'_>]) -> io::Result<()> {
     if files.len() > MAX_FILES {
         return Err(Errno::MFILE.into());
     }
-    let bytes = postcard::to_allocvec(birth).map_err(io::Error::other)?;
+    let bytes = postcard::to_allocvec(setup).map_err(io::Error::other)?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     if !files.is_empty() {
@@ -478,8 +478,8 @@ pub(super) fn receive(control: &OwnedFd) -> Option<(LauncherSetup, Vec<OwnedFd>)
             files.extend(received);
         }
     }
-    let birth: LauncherSetup = postcard::from_bytes(&bytes[..received.bytes]).ok()?;
-    (birth.kept <= files.len()).then_some((birth, files))
+    let setup: LauncherSetup = postcard::from_bytes(&bytes[..received.bytes]).ok()?;
+    (setup.kept <= files.len()).then_some((setup, files))
 }
 
 fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {

@@ -152,17 +152,17 @@ pub(super) fn build(
         loose,
         uncovered,
     } = parts;
-    view.lay(&dev, Path::new("dev"))?;
+    view.attach_mount(&dev, Path::new("dev"))?;
     for (path, part) in loose {
-        view.lay(&part, &path)?;
+        view.attach_mount(&part, &path)?;
     }
-    let kept = view.lay_terminals(&terminals, slave)?;
-    view.lay(&proc, Path::new("proc"))?;
+    let kept = view.mount_terminals(&terminals, slave)?;
+    view.attach_mount(&proc, Path::new("proc"))?;
     if uncovered {
         cover_proc(&proc)?;
     }
     for piece in pieces {
-        view.lay_piece(piece)?;
+        view.attach_piece(piece)?;
     }
     view.finish(&plan.root)?;
     Ok(kept)
@@ -234,7 +234,7 @@ impl MountView {
     }
 
     /// Attaches a mount over a path in the view.
-    fn lay(&self, mount: &OwnedFd, path: &Path) -> BuildResult<()> {
+    fn attach_mount(&self, mount: &OwnedFd, path: &Path) -> BuildResult<()> {
         let laid = self
             .find(path)
             .and_then(|target| attach(mount, &target, c""));
@@ -242,12 +242,12 @@ impl MountView {
     }
 
     /// Mounts a separate devpts instance, in which the command's terminal keeps its number.
-    fn lay_terminals(
+    fn mount_terminals(
         &self,
         pts: &OwnedFd,
         slave: Option<CommandTerminal>,
     ) -> BuildResult<HeldDescriptors> {
-        self.lay(pts, Path::new("dev/pts"))?;
+        self.attach_mount(pts, Path::new("dev/pts"))?;
         let Some(slave) = slave else {
             return Ok(HeldDescriptors::default());
         };
@@ -267,13 +267,13 @@ impl MountView {
             }
         };
         let name = slave.number.to_string();
-        self.lay(&slave.copy, &Path::new("dev/pts").join(name))?;
+        self.attach_mount(&slave.copy, &Path::new("dev/pts").join(name))?;
         Ok(HeldDescriptors {
             _terminal: Some(holder),
         })
     }
 
-    fn lay_piece(&self, piece: DetachedMount<'_>) -> BuildResult<()> {
+    fn attach_piece(&self, piece: DetachedMount<'_>) -> BuildResult<()> {
         let DetachedMount { mount, source } = piece;
         let path = path_of(&mount.path);
         let laid = || -> io::Result<()> {
@@ -293,7 +293,7 @@ impl MountView {
                     if path.starts_with("/dev") {
                         // A rule that names a device is meant to allow its use.
                         set &= !NO_DEVICES;
-                        self.make_place_in_dev(path, &source)?;
+                        self.make_device_mount_point(path, &source)?;
                     }
                     confine::mount_attributes(&source, c"", EMPTY_PATH | RECURSIVE, set, PRIVATE)?;
                     let target = self.find(path)?;
@@ -305,7 +305,7 @@ impl MountView {
         laid().map_err(|error| failed(LaunchStep::Mount, &mount.path, error))
     }
 
-    fn make_place_in_dev(&self, path: &Path, source: &OwnedFd) -> io::Result<()> {
+    fn make_device_mount_point(&self, path: &Path, source: &OwnedFd) -> io::Result<()> {
         if self.find(path).is_ok() {
             return Ok(());
         }

@@ -30,7 +30,7 @@ impl Acceptor {
     pub(crate) async fn accept(&self) -> io::Result<(OwnedFd, Option<SocketAddr>)> {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         loop {
-            self.heard().await?;
+            self.connection_pending().await?;
             match acceptfrom_with(&self.0, flags) {
                 Ok((connection, peer)) => {
                     return Ok((connection, peer.and_then(|peer| peer.try_into().ok())));
@@ -44,7 +44,7 @@ impl Acceptor {
     }
 
     /// Waits until a connection is pending. Cancel safe.
-    async fn heard(&self) -> io::Result<()> {
+    async fn connection_pending(&self) -> io::Result<()> {
         loop {
             let mut waited = false;
             let ready = poll_fn(|cx| {
@@ -79,20 +79,20 @@ mod tests {
     async fn accept_returns_each_pending_connection_once() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let door = Acceptor::new(listener.into_std().unwrap()).unwrap();
+        let listening = Acceptor::new(listener.into_std().unwrap()).unwrap();
         // Some connections arrive before the first `accept`, the others one by one.
         let mut early = Vec::new();
         for _ in 0..5 {
             early.push(TcpStream::connect(address).await.unwrap());
         }
         for one in &early {
-            let (_, peer) = door.accept().await.unwrap();
+            let (_, peer) = listening.accept().await.unwrap();
             assert_eq!(peer, one.local_addr().ok());
         }
         for _ in 0..3 {
-            let silence = timeout(Duration::from_millis(20), door.accept());
+            let silence = timeout(Duration::from_millis(20), listening.accept());
             assert!(silence.await.is_err(), "nobody is there");
-            let (late, accepted) = tokio::join!(TcpStream::connect(address), door.accept());
+            let (late, accepted) = tokio::join!(TcpStream::connect(address), listening.accept());
             let (_, peer) = accepted.unwrap();
             assert_eq!(peer, late.unwrap().local_addr().ok());
         }

@@ -35,9 +35,9 @@ pub(crate) struct Connection {
     pub(crate) outbox: Arc<Outbox>,
     /// Cancelled when the connection ends; its unfinished requests end with it.
     pub(crate) closed: CancellationToken,
-    pub(crate) heard: Arc<LastActivity>,
+    pub(crate) last_received: Arc<LastActivity>,
     /// Requests of the server to this client.
-    pub(crate) asks: Arc<ServerRequests>,
+    pub(crate) server_requests: Arc<ServerRequests>,
     /// Files that this connection has open.
     pub(crate) handles: FileHandles,
     /// Runs the file operations of this connection.
@@ -108,8 +108,8 @@ impl Connection {
         SessionDriver {
             outbox: Arc::clone(&self.outbox),
             closed: self.closed.clone(),
-            heard: Arc::clone(&self.heard),
-            asks: Arc::clone(&self.asks),
+            last_received: Arc::clone(&self.last_received),
+            server_requests: Arc::clone(&self.server_requests),
             identity: self.identity.clone(),
         }
     }
@@ -139,7 +139,7 @@ impl Connection {
     /// Like [`Connection::file_work`], for operations that are known to take long.
     pub(crate) fn long_file_work(self: &Arc<Self>, work: impl FnOnce() + Send + 'static) {
         let closed = self.closed.clone();
-        self.lane.run_apart(move || {
+        self.lane.run_on_own_thread(move || {
             if !closed.is_cancelled() {
                 work();
             }
@@ -217,7 +217,7 @@ impl Drop for WaitingRequest {
 
 impl Connection {
     /// Whether the server has stopped reading for a reason that the peer has not caused.
-    pub(crate) fn holds_back(&self) -> bool {
+    pub(crate) fn has_paused_reading(&self) -> bool {
         self.backlog.is_full() || self.slots.available_permits() == 0
     }
 

@@ -34,7 +34,7 @@ struct CounterState {
 /// One counted connection; released on drop.
 #[derive(Debug)]
 pub(crate) struct CountedConnection {
-    crowd: Arc<ConnectionCounter>,
+    connection_counter: Arc<ConnectionCounter>,
     address: Option<IpAddr>,
     kind: CountResult,
 }
@@ -102,7 +102,7 @@ impl ConnectionCounter {
         }
         drop(state);
         Some(CountedConnection {
-            crowd: Arc::clone(self),
+            connection_counter: Arc::clone(self),
             address,
             kind,
         })
@@ -111,7 +111,7 @@ impl ConnectionCounter {
 
 impl Drop for CountedConnection {
     fn drop(&mut self) {
-        let mut state = self.crowd.state.lock();
+        let mut state = self.connection_counter.state.lock();
         if self.kind != CountResult::Inside {
             state.refusing -= 1;
             return;
@@ -134,24 +134,28 @@ mod tests {
 
     #[test]
     fn connections_above_limits_are_refused_and_dropped_ones_are_released() {
-        let crowd = Arc::new(ConnectionCounter::new(ConnectionLimits {
+        let connection_counter = Arc::new(ConnectionCounter::new(ConnectionLimits {
             connections: 3,
             per_address: 2,
         }));
         let one: Option<IpAddr> = "192.0.2.1".parse().ok();
-        let places: Vec<_> = (0..3).map(|_| crowd.enter(one).unwrap()).collect();
+        let places: Vec<_> = (0..3)
+            .map(|_| connection_counter.enter(one).unwrap())
+            .collect();
         let refusals: Vec<_> = places.iter().map(CountedConnection::refusal).collect();
         let text = "limit of 2 connections from one address reached";
         assert_eq!(refusals, [None, None, Some(text)]);
-        assert_eq!(crowd.state.lock().total, 2);
-        let _local = crowd.enter(None).unwrap();
-        let full = crowd.enter(None).unwrap();
+        assert_eq!(connection_counter.state.lock().total, 2);
+        let _local = connection_counter.enter(None).unwrap();
+        let full = connection_counter.enter(None).unwrap();
         assert_eq!(full.refusal(), Some("limit of 3 connections reached"));
-        let refused: Vec<_> = (0..100).map_while(|_| crowd.enter(None)).collect();
+        let refused: Vec<_> = (0..100)
+            .map_while(|_| connection_counter.enter(None))
+            .collect();
         assert_eq!(refused.len(), REFUSALS - 2);
         drop((refused, full, places));
-        assert_eq!(crowd.state.lock().total, 1);
-        assert_eq!(crowd.enter(one).unwrap().refusal(), None);
-        assert!(crowd.state.lock().by_address.is_empty());
+        assert_eq!(connection_counter.state.lock().total, 1);
+        assert_eq!(connection_counter.enter(one).unwrap().refusal(), None);
+        assert!(connection_counter.state.lock().by_address.is_empty());
     }
 }

@@ -75,7 +75,7 @@ impl std::fmt::Debug for FileThreadsShared {
 
 impl FileThreadsShared {
     /// Assigns a turn to an idle thread, or to a new one.
-    fn take_on(self: &Arc<Self>, turn: LaneTurn) {
+    fn assign(self: &Arc<Self>, turn: LaneTurn) {
         let runtime = turn.lane.runtime.clone();
         let mut state = self.state.lock();
         state.turns.push_back(turn);
@@ -183,7 +183,7 @@ impl FileLane {
         if state.at_work == 0 {
             state.at_work = 1;
             drop(state);
-            self.take_on(None);
+            self.assign(None);
         } else if !state.watched {
             state.watched = true;
             drop(state);
@@ -192,21 +192,21 @@ impl FileLane {
     }
 
     /// Runs a job that takes long, on its own thread if the lane may have one more.
-    pub(crate) fn run_apart(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
+    pub(crate) fn run_on_own_thread(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
         let limit = self.limit();
         let mut state = self.state.lock();
         if state.at_work < limit {
             state.at_work += 1;
             drop(state);
-            self.take_on(Some(Box::new(job)));
+            self.assign(Some(Box::new(job)));
         } else {
             drop(state);
             self.run(job);
         }
     }
 
-    fn take_on(self: &Arc<Self>, first: Option<FileJob>) {
-        self.threads.take_on(LaneTurn {
+    fn assign(self: &Arc<Self>, first: Option<FileJob>) {
+        self.threads.assign(LaneTurn {
             lane: Arc::clone(self),
             first,
         });
@@ -236,7 +236,7 @@ impl FileLane {
                 if state.begun == seen && state.at_work < limit {
                     state.at_work += 1;
                     drop(state);
-                    lane.take_on(None);
+                    lane.assign(None);
                 } else {
                     seen = state.begun;
                 }
@@ -345,7 +345,7 @@ mod tests {
         let stuck = Arc::new(Mutex::new(stuck));
         for _ in 0..LANE_THREADS + 8 {
             let stuck = Arc::clone(&stuck);
-            one.run_apart(move || {
+            one.run_on_own_thread(move || {
                 let _ = stuck.lock().recv();
             });
         }

@@ -143,7 +143,7 @@ impl FileHandles {
         if handles.is_empty() {
             return;
         }
-        connection.lane.run_apart(move || {
+        connection.lane.run_on_own_thread(move || {
             for handle in handles.into_values() {
                 // A file in use is closed by the thread that works on it.
                 let file = handle.state.lock().file.take();

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_engine::OwnListener;
-use exec_server_engine::local_clients::{self, Admitted, Peer};
+use exec_server_engine::local_clients::{self, Admitted, LocalPeer};
 use exec_server_sys as sys;
 use exec_server_transport::frame::WebsocketRole;
 use exec_server_transport::http::{self, HeadKind, HttpHead};
@@ -137,7 +137,7 @@ pub enum ListenError {
 /// A bound listening socket.
 #[derive(Debug)]
 pub struct Listener {
-    door: Acceptor,
+    listening: Acceptor,
     url: ListenUrl,
     guard: Arc<ConnectionGuard>,
     tls: Option<Arc<TlsServer>>,
@@ -177,11 +177,11 @@ impl Listener {
         let address = listener.local_addr().map_err(failed)?;
         tune(&listener, address).map_err(failed)?;
         let url = ListenUrl::Websocket(address);
-        let door = listener
+        let listening = listener
             .into_std()
             .and_then(Acceptor::new)
             .map_err(failed)?;
-        Ok(Self::new(door, url, None))
+        Ok(Self::new(listening, url, None))
     }
 
     /// Wraps a listening socket that another process has bound, with the same rules as
@@ -198,9 +198,9 @@ impl Listener {
             listener.set_nonblocking(true).map_err(failed)?;
             let address = listener.local_addr().map_err(failed)?;
             let path = address.as_pathname().unwrap_or(Path::new("")).to_owned();
-            let door = Acceptor::new(listener).map_err(failed)?;
+            let listening = Acceptor::new(listener).map_err(failed)?;
             // The process that created the file removes it.
-            return Ok(Self::new(door, ListenUrl::Unix(path), None));
+            return Ok(Self::new(listening, ListenUrl::Unix(path), None));
         }
         let listener = std::net::TcpListener::from(socket);
         listener.set_nonblocking(true).map_err(failed)?;
@@ -209,11 +209,11 @@ impl Listener {
             return Err(ListenError::Exposed(address));
         }
         tune(&listener, address).map_err(failed)?;
-        let door = Acceptor::new(listener).map_err(failed)?;
-        Ok(Self::new(door, ListenUrl::Websocket(address), None))
+        let listening = Acceptor::new(listener).map_err(failed)?;
+        Ok(Self::new(listening, ListenUrl::Websocket(address), None))
     }
 
-    fn new(door: Acceptor, url: ListenUrl, file: Option<RemoveOnDrop>) -> Self {
+    fn new(listening: Acceptor, url: ListenUrl, file: Option<RemoveOnDrop>) -> Self {
         let own = match &url {
             ListenUrl::Websocket(address) | ListenUrl::Tls(address) => {
                 Some(OwnListener::register(*address))
@@ -221,7 +221,7 @@ impl Listener {
             ListenUrl::Unix(_) | ListenUrl::Stdio | ListenUrl::Off => None,
         };
         Self {
-            door,
+            listening,
             url,
             guard: Arc::default(),
             tls: None,
@@ -270,11 +270,11 @@ impl Listener {
             return Err(failed(error));
         }
         let file = Some(RemoveOnDrop(path.to_owned()));
-        let door = listener
+        let listening = listener
             .into_std()
             .and_then(Acceptor::new)
             .map_err(failed)?;
-        Ok(Self::new(door, url, file))
+        Ok(Self::new(listening, url, file))
     }
 
     /// The URL of the listener, with the real port number.
@@ -306,9 +306,9 @@ impl Listener {
     }
 
     async fn accept(&self, server: &ExecServer) -> io::Result<()> {
-        let (connection, peer) = self.door.accept().await?;
+        let (connection, peer) = self.listening.accept().await?;
         let address = peer.map(|peer| peer.ip());
-        let Some(place) = server.crowd().enter(address) else {
+        let Some(place) = server.connection_counter().enter(address) else {
             return Ok(());
         };
         // A process that was not sandboxed when it connected need not be asked for.
@@ -341,13 +341,13 @@ impl Listener {
 }
 
 /// Returns the process or the addresses that identify the peer of a connection, if they are known.
-fn local_peer(connection: &OwnedFd, peer: Option<SocketAddr>) -> Option<Peer> {
+fn local_peer(connection: &OwnedFd, peer: Option<SocketAddr>) -> Option<LocalPeer> {
     if let Some(peer) = peer {
         let listener = rustix::net::getsockname(connection).ok()?;
-        return Some(Peer::Addresses(peer, listener.try_into().ok()?));
+        return Some(LocalPeer::Addresses(peer, listener.try_into().ok()?));
     }
     let credentials = rustix::net::sockopt::socket_peercred(connection).ok()?;
-    Some(Peer::Process(credentials.pid))
+    Some(LocalPeer::Process(credentials.pid))
 }
 
 /// Sets options that accepted connections inherit: no delay for small packets, a small send buffer
@@ -385,7 +385,7 @@ struct AcceptedConnection {
     name: String,
     address: Option<IpAddr>,
     /// Who has connected, if it may be a sandboxed process of this program.
-    local: Option<Peer>,
+    local: Option<LocalPeer>,
     /// The key of the client certificate, if the client has one.
     certificate: Option<Pin>,
     place: CountedConnection,

@@ -38,7 +38,7 @@ impl PolicyDecider for ClientPolicyDecider {
             let answer = match driver {
                 None => None,
                 Some(driver) => {
-                    let asked = driver.asks.ask(&driver.outbox, &params);
+                    let asked = driver.server_requests.ask(&driver.outbox, &params);
                     tokio::time::timeout(patience, asked).await.ok().flatten()
                 }
             };
@@ -63,7 +63,7 @@ impl PolicyDecider for ClientPolicyDecider {
         let encoded =
             envelope::encode_notification(&mut message, PolicyDecision::NAME, &params).is_ok();
         let driver = self.session.driver();
-        if !(encoded && driver.is_some_and(|driver| driver.outbox.push_if_room(message))) {
+        if !(encoded && driver.is_some_and(|driver| driver.outbox.try_push(message))) {
             metrics.network_untold.add(1);
         }
     }

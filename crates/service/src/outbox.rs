@@ -48,7 +48,7 @@ pub(crate) struct Outbox {
     room: Notify,
     /// Account of the connection in the server's budget for large responses.
     pub(crate) account: BudgetAccount,
-    /// Whether the peer has read data since the last call of `was_taken`.
+    /// Whether the peer has read data since the last call of `was_read`.
     taken: AtomicBool,
     pub(crate) metrics: Arc<ServerMetrics>,
 }
@@ -134,7 +134,7 @@ impl Outbox {
     }
 
     /// Queues an encoded message unless the queue is full; returns whether it was queued.
-    pub(crate) fn push_if_room(&self, message: Vec<u8>) -> bool {
+    pub(crate) fn try_push(&self, message: Vec<u8>) -> bool {
         if self.state().reply_bytes >= HIGH_BYTES {
             return false;
         }
@@ -184,7 +184,7 @@ impl Outbox {
     }
 
     /// Returns whether the peer has read queued data since the last call.
-    pub(crate) fn was_taken(&self) -> bool {
+    pub(crate) fn was_read(&self) -> bool {
         self.taken.swap(false, Ordering::Relaxed)
     }
 
@@ -252,7 +252,7 @@ pub(crate) async fn write(outbox: &Outbox, mut outgoing: LinkSender) -> io::Resu
             outbox.account.depends_on_peer(true);
         }
         let flushed = outgoing
-            .flush_noting(|written| {
+            .flush_with_progress(|written| {
                 outbox.taken.store(true, Ordering::Relaxed);
                 outbox.account.progressed(written);
             })

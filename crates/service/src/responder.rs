@@ -204,7 +204,7 @@ impl RequestResponder {
     }
 
     /// Returns the reserved memory.
-    pub(crate) fn give_back(&mut self) {
+    pub(crate) fn release_memory(&mut self) {
         self.reserved = None;
     }
 

@@ -71,7 +71,7 @@ struct ServerShared {
     files: FileThreads,
     /// Number of connections that may have files open.
     with_files: watch::Sender<usize>,
-    crowd: Arc<ConnectionCounter>,
+    connection_counter: Arc<ConnectionCounter>,
     /// Memory budget for the responses of all connections.
     answers: Arc<MemoryBudget>,
     /// Memory budget for the incomplete messages of all connections.
@@ -117,7 +117,7 @@ impl Drop for FilesConnection {
     }
 }
 
-fn crowd_limits(config: &ExecServerConfig) -> ConnectionLimits {
+fn connection_limits(config: &ExecServerConfig) -> ConnectionLimits {
     ConnectionLimits {
         connections: config.max_connections,
         per_address: config.max_connections_per_address,
@@ -146,11 +146,11 @@ impl ExecServer {
             hidden: config.sandbox_hidden.clone(),
         })?;
         let info = MachineInfo::new(&config, executor.clone());
-        let crowd = Arc::new(ConnectionCounter::new(crowd_limits(&config)));
+        let connection_counter = Arc::new(ConnectionCounter::new(connection_limits(&config)));
         let engine = Engine::new(executor, config.http.clone());
         let inner = ServerShared {
             instance: Instance::new(),
-            crowd,
+            connection_counter,
             answers: MemoryBudget::new(config.max_queued_bytes, Overdraft::Refused),
             unfinished: MemoryBudget::new(config.max_incomplete_bytes, Overdraft::ForLargest),
             metrics: Arc::default(),
@@ -194,7 +194,9 @@ impl ExecServer {
             cwd: made_with.cwd.clone(),
             ..from.clone()
         };
-        self.inner.crowd.set_limits(crowd_limits(&config));
+        self.inner
+            .connection_counter
+            .set_limits(connection_limits(&config));
         self.inner
             .engine
             .executor()
@@ -282,8 +284,8 @@ impl ExecServer {
         (self.inner.answers.used(), self.inner.unfinished.used())
     }
 
-    pub(crate) fn crowd(&self) -> &Arc<ConnectionCounter> {
-        &self.inner.crowd
+    pub(crate) fn connection_counter(&self) -> &Arc<ConnectionCounter> {
+        &self.inner.connection_counter
     }
 
     /// Counts a connection as served, until the result is dropped.
@@ -467,7 +469,7 @@ impl ExecServer {
         // disconnect would leave a task that keeps the session for the whole period.
         tokio::spawn(async move {
             if lifetime == SessionLifetime::Resumable {
-                let _ = tokio::time::timeout(grace, session.attended()).await;
+                let _ = tokio::time::timeout(grace, session.wait_attached()).await;
             }
             if session.is_still_absent(absence) {
                 server.end_session(&session, Duration::ZERO).await;

@@ -69,7 +69,10 @@ impl ServerRequests {
             state.waiting.insert(id, sender);
             (id, answer)
         };
-        let _forget = ForgetRequest { asks: self, id };
+        let _forget = ForgetRequest {
+            server_requests: self,
+            id,
+        };
         let mut message = Vec::with_capacity(256);
         let number = RequestId::Number(id);
         envelope::encode_request(&mut message, &number, PolicyRequest::NAME, params).ok()?;
@@ -122,13 +125,13 @@ impl ServerRequests {
 
 /// Removes a pending request when the task that waits for the response is dropped.
 struct ForgetRequest<'a> {
-    asks: &'a ServerRequests,
+    server_requests: &'a ServerRequests,
     id: i64,
 }
 
 impl Drop for ForgetRequest<'_> {
     fn drop(&mut self) {
-        self.asks.state.lock().waiting.remove(&self.id);
+        self.server_requests.state.lock().waiting.remove(&self.id);
     }
 }
 
@@ -149,10 +152,12 @@ mod tests {
         }
     }
 
-    fn asked(asks: &Arc<ServerRequests>) -> tokio::task::JoinHandle<Option<PolicyAnswer>> {
+    fn asked(
+        server_requests: &Arc<ServerRequests>,
+    ) -> tokio::task::JoinHandle<Option<PolicyAnswer>> {
         let outbox = Outbox::alone();
-        let asks = Arc::clone(asks);
-        tokio::spawn(async move { asks.ask(&outbox, &params()).await })
+        let server_requests = Arc::clone(server_requests);
+        tokio::spawn(async move { server_requests.ask(&outbox, &params()).await })
     }
 
     fn allow() -> Option<&'static str> {
@@ -161,35 +166,47 @@ mod tests {
 
     #[tokio::test]
     async fn each_response_completes_the_request_with_its_id() {
-        let asks = Arc::new(ServerRequests::default());
-        let first = asked(&asks);
-        asks.begun().await;
-        let second = asked(&asks);
-        asks.begun().await;
-        assert!(asks.is_pending());
+        let server_requests = Arc::new(ServerRequests::default());
+        let first = asked(&server_requests);
+        server_requests.begun().await;
+        let second = asked(&server_requests);
+        server_requests.begun().await;
+        assert!(server_requests.is_pending());
         let number = RequestId::Number;
         let deny = Some(r#"{"decision":{"type":"deny","reason":"no"}}"#);
-        assert_eq!(asks.settle(&number(2), deny), AnsweredRequest::Known);
-        assert_eq!(asks.settle(&number(1), allow()), AnsweredRequest::Known);
+        assert_eq!(
+            server_requests.settle(&number(2), deny),
+            AnsweredRequest::Known
+        );
+        assert_eq!(
+            server_requests.settle(&number(1), allow()),
+            AnsweredRequest::Known
+        );
         assert_eq!(first.await.unwrap(), Some(PolicyAnswer::Allow));
         let reason = "no".to_owned();
         assert_eq!(second.await.unwrap(), Some(PolicyAnswer::Deny { reason }));
-        assert!(!asks.is_pending());
+        assert!(!server_requests.is_pending());
         // Late, repeated and unknown responses complete no request.
-        assert_eq!(asks.settle(&number(1), allow()), AnsweredRequest::Known);
+        assert_eq!(
+            server_requests.settle(&number(1), allow()),
+            AnsweredRequest::Known
+        );
         for stray in [
             number(3),
             number(0),
             number(-1),
             RequestId::Text("1".into()),
         ] {
-            assert_eq!(asks.settle(&stray, allow()), AnsweredRequest::Stray);
+            assert_eq!(
+                server_requests.settle(&stray, allow()),
+                AnsweredRequest::Stray
+            );
         }
     }
 
     #[tokio::test]
     async fn error_and_invalid_responses_count_as_no_response() {
-        let asks = Arc::new(ServerRequests::default());
+        let server_requests = Arc::new(ServerRequests::default());
         let mut id = 0;
         for odd in [
             None,
@@ -197,11 +214,11 @@ mod tests {
             Some(r#"{"decision":{"type":"maybe"}}"#),
             Some("{}"),
         ] {
-            let asked = asked(&asks);
-            asks.begun().await;
+            let asked = asked(&server_requests);
+            server_requests.begun().await;
             id += 1;
             assert_eq!(
-                asks.settle(&RequestId::Number(id), odd),
+                server_requests.settle(&RequestId::Number(id), odd),
                 AnsweredRequest::Known
             );
             assert_eq!(asked.await.unwrap(), None, "{odd:?}");
@@ -210,20 +227,20 @@ mod tests {
 
     #[tokio::test]
     async fn pending_requests_are_bounded_removed_when_dropped_and_end_with_connection() {
-        let asks = Arc::new(ServerRequests::default());
-        let mut all: Vec<_> = (0..MAX_ASKS).map(|_| asked(&asks)).collect();
-        while asks.state.lock().waiting.len() < MAX_ASKS {
-            asks.begun().await;
+        let server_requests = Arc::new(ServerRequests::default());
+        let mut all: Vec<_> = (0..MAX_ASKS).map(|_| asked(&server_requests)).collect();
+        while server_requests.state.lock().waiting.len() < MAX_ASKS {
+            server_requests.begun().await;
         }
-        assert_eq!(asked(&asks).await.unwrap(), None);
+        assert_eq!(asked(&server_requests).await.unwrap(), None);
         let gone = all.pop().unwrap();
         gone.abort();
         assert!(gone.await.is_err());
-        assert_eq!(asks.state.lock().waiting.len(), MAX_ASKS - 1);
-        asks.close();
+        assert_eq!(server_requests.state.lock().waiting.len(), MAX_ASKS - 1);
+        server_requests.close();
         for one in all {
             assert_eq!(one.await.unwrap(), None);
         }
-        assert_eq!(asked(&asks).await.unwrap(), None);
+        assert_eq!(asked(&server_requests).await.unwrap(), None);
     }
 }

@@ -115,8 +115,8 @@ async fn serve(
         server,
         outbox: Arc::clone(&outbox),
         closed: closed.clone(),
-        heard: Arc::new(LastActivity::new()),
-        asks: Arc::default(),
+        last_received: Arc::new(LastActivity::new()),
+        server_requests: Arc::default(),
         handles,
         lane,
         requests: HttpRequests::default(),
@@ -184,7 +184,7 @@ async fn serve(
         );
     }
     // No response of the client will be read any more.
-    connection.asks.close();
+    connection.server_requests.close();
     tracing::info!(peer = reader.name, ?end, "connection closed");
     if matches!(end, ConnectionEnd::Eof) && lifetime == SessionLifetime::Connection {
         // Over pipes the peer may still read, so it gets the responses to requests sent before the
@@ -194,7 +194,7 @@ async fn serve(
     }
     FileHandles::close_all(&connection);
     // A peer that ended the connection without a close frame gets none.
-    let silent = pings && matches!(end, ConnectionEnd::Eof) && !reader.incoming.said_goodbye();
+    let silent = pings && matches!(end, ConnectionEnd::Eof) && !reader.incoming.received_close();
     let going_away = || (!silent).then(|| (close_code::GOING_AWAY, String::new()));
     match end {
         ConnectionEnd::Lost => {}
@@ -326,9 +326,9 @@ impl ConnectionReader {
                 let came = received < self.incoming.received();
                 received = self.incoming.received();
                 let not_its_fault =
-                    self.connection.holds_back() || self.incoming.waits_for_memory();
-                if came | self.connection.outbox.was_taken() | not_its_fault {
-                    keepalive.heard(Instant::now());
+                    self.connection.has_paused_reading() || self.incoming.waits_for_memory();
+                if came | self.connection.outbox.was_read() | not_its_fault {
+                    keepalive.last_received(Instant::now());
                 }
             }
             let wake = match self.keepalive.as_mut().map(|k| k.poll(Instant::now())) {
@@ -350,7 +350,7 @@ impl ConnectionReader {
             // Requests are not read until there is memory for their responses; none is discarded.
             // But a response to a request of the server must not wait for that, so messages are
             // read ahead.
-            let pending = self.connection.asks.is_pending();
+            let pending = self.connection.server_requests.is_pending();
             if closed.is_cancelled() {
                 return ConnectionEnd::Lost;
             }
@@ -365,7 +365,7 @@ impl ConnectionReader {
                 event = self.incoming.recv(), if pending && self.ahead.has_room() => {
                     let event = match event {
                         Ok(Some(LinkEvent::Message(text))) => {
-                            self.connection.heard.now();
+                            self.connection.last_received.now();
                             if !answer(&self.connection, text) {
                                 self.ahead.push(text);
                             }
@@ -381,7 +381,7 @@ impl ConnectionReader {
                     }
                     continue;
                 }
-                () = self.connection.asks.begun(), if !pending => continue,
+                () = self.connection.server_requests.begun(), if !pending => continue,
                 () = &mut alarm, if wake => continue,
             };
             if let Some(text) = self.ahead.pop() {
@@ -398,9 +398,9 @@ impl ConnectionReader {
                 () = closing.cancelled() => return ConnectionEnd::Told,
                 () = &mut alarm, if wake => continue,
             };
-            self.connection.heard.now();
+            self.connection.last_received.now();
             if let Some(keepalive) = &mut self.keepalive {
-                keepalive.heard(Instant::now());
+                keepalive.last_received(Instant::now());
             }
             match event {
                 Ok(Some((LinkEvent::Message(text), shared))) => {
@@ -414,7 +414,7 @@ impl ConnectionReader {
                     } else if !self.incoming.has_more() {
                         // Lets the writer send the response before this task prepares to wait for
                         // the next message.
-                        go_behind().await;
+                        yield_to_woken().await;
                     }
                 }
                 event => {
@@ -464,15 +464,17 @@ fn control(
 /// is.
 fn answer(connection: &Connection, text: &str) -> bool {
     let settled = match envelope::decode(text) {
-        Ok(Message::Response { id, result }) => connection.asks.settle(&id, Some(result)),
-        Ok(Message::Error { id, .. }) => connection.asks.settle(&id, None),
+        Ok(Message::Response { id, result }) => {
+            connection.server_requests.settle(&id, Some(result))
+        }
+        Ok(Message::Error { id, .. }) => connection.server_requests.settle(&id, None),
         _ => return false,
     };
     settled == AnsweredRequest::Known
 }
 
 /// Yields once to the tasks that were woken before, without polling the IO driver.
-async fn go_behind() {
+async fn yield_to_woken() {
     let mut asked = false;
     std::future::poll_fn(|cx| {
         if std::mem::replace(&mut asked, true) {
@@ -570,7 +572,7 @@ fn receive(
 /// Processes a response of the client. If no request has its id, sends an error and keeps the
 /// connection open.
 fn answered(connection: &Connection, id: &RequestId, result: Option<&str>) {
-    if connection.asks.settle(id, result) == AnsweredRequest::Stray {
+    if connection.server_requests.settle(id, result) == AnsweredRequest::Stray {
         let message = format!("no request of this server has the id {id}");
         refuse(connection, &message);
     }

@@ -43,7 +43,7 @@ pub(crate) struct Session {
     table: Mutex<ProcessRecords>,
     /// When the session was last attached to a connection, or when it ended; `None` while it waits
     /// for its client.
-    attended: watch::Sender<Option<Instant>>,
+    wait_attached: watch::Sender<Option<Instant>>,
     /// Shell snapshots that its processes may start from.
     pub(crate) snapshots: Snapshots,
 }
@@ -68,9 +68,9 @@ pub(crate) struct SessionDriver {
     pub(crate) outbox: Arc<Outbox>,
     /// Cancelled to end the connection.
     pub(crate) closed: CancellationToken,
-    pub(crate) heard: Arc<LastActivity>,
+    pub(crate) last_received: Arc<LastActivity>,
     /// Pending server requests of the connection.
-    pub(crate) asks: Arc<ServerRequests>,
+    pub(crate) server_requests: Arc<ServerRequests>,
     /// The authenticated client.
     pub(crate) identity: ClientIdentity,
 }
@@ -96,8 +96,8 @@ impl LastActivity {
     }
 
     fn silence(&self) -> Duration {
-        let heard = Duration::from_millis(self.millis.load(Ordering::Relaxed));
-        self.start.elapsed().saturating_sub(heard)
+        let last_received = Duration::from_millis(self.millis.load(Ordering::Relaxed));
+        self.start.elapsed().saturating_sub(last_received)
     }
 }
 
@@ -230,7 +230,7 @@ impl Session {
             owner,
             state: Mutex::new(state),
             table: Mutex::default(),
-            attended: watch::Sender::new(Some(Instant::now())),
+            wait_attached: watch::Sender::new(Some(Instant::now())),
             snapshots,
         }
     }
@@ -264,7 +264,7 @@ impl Session {
         }
         let same = key.is_some_and(|key| same_key(key, &state.resume_key));
         if let Some(current) = &state.driver {
-            if !same && current.heard.silence() < silence {
+            if !same && current.last_received.silence() < silence {
                 return Err(ApiError::already_attached(&self.id));
             }
             current.closed.cancel();
@@ -273,7 +273,7 @@ impl Session {
             // A different client attaches, so the key of the previous one becomes invalid.
             state.resume_key = new_key();
         }
-        self.attended.send_replace(Some(Instant::now()));
+        self.wait_attached.send_replace(Some(Instant::now()));
         state.driver = Some(driver);
         state.attachments += 1;
         state.grace = grace.unwrap_or(state.grace);
@@ -297,7 +297,7 @@ impl Session {
             .driver
             .take_if(|driver| Arc::ptr_eq(&driver.outbox, outbox))?;
         let absence = (state.grace, state.attachments);
-        self.attended.send_replace(None);
+        self.wait_attached.send_replace(None);
         drop(state);
         for managed in self.processes() {
             managed.unfollow();
@@ -306,9 +306,13 @@ impl Session {
     }
 
     /// Waits until the session is attached again or has ended.
-    pub(crate) async fn attended(&self) {
+    pub(crate) async fn wait_attached(&self) {
         // Cannot fail: `self` owns the sender.
-        let _ = self.attended.subscribe().wait_for(Option::is_some).await;
+        let _ = self
+            .wait_attached
+            .subscribe()
+            .wait_for(Option::is_some)
+            .await;
     }
 
     /// Whether no connection has attached since that detachment.
@@ -325,7 +329,7 @@ impl Session {
             return None;
         }
         state.driver = None;
-        self.attended.send_replace(Some(Instant::now()));
+        self.wait_attached.send_replace(Some(Instant::now()));
         drop(state);
         let (slots, closed) = {
             let mut table = self.table.lock();
@@ -505,7 +509,7 @@ impl Session {
 
     /// Keeps the record of a process whose log has ended for `retention`, counted from now or, if
     /// the session is detached, from the next attachment.
-    pub(crate) fn retire(self: &Arc<Self>, process: Arc<SessionProcess>, retention: Duration) {
+    pub(crate) fn keep_closed(self: &Arc<Self>, process: Arc<SessionProcess>, retention: Duration) {
         let mut table = self.table.lock();
         if !table.holds(&process) {
             return;
@@ -524,9 +528,9 @@ impl Session {
     async fn sweep(self: Arc<Self>) {
         /// Minimum time between two checks, because many records expire together.
         const PAUSE: Duration = Duration::from_millis(50);
-        let mut attended = self.attended.subscribe();
+        let mut wait_attached = self.wait_attached.subscribe();
         loop {
-            let since = *attended.borrow_and_update();
+            let since = *wait_attached.borrow_and_update();
             let (expired, due) = {
                 let mut table = self.table.lock();
                 let expired = since.map(|since| table.remove_expired(since, Instant::now()));
@@ -540,9 +544,9 @@ impl Session {
             let changed = match due {
                 Some(due) => {
                     let due = due.max(Instant::now() + PAUSE);
-                    tokio::time::timeout_at(due.into(), attended.changed()).await
+                    tokio::time::timeout_at(due.into(), wait_attached.changed()).await
                 }
-                None => Ok(attended.changed().await),
+                None => Ok(wait_attached.changed().await),
             };
             // The sender is dropped with the session, which this task owns.
             debug_assert!(!matches!(changed, Ok(Err(_))));
@@ -603,7 +607,7 @@ impl ProcessRecords {
             match self.closed.front_mut() {
                 Some(first) if first.due(since) > now => break,
                 // Its client will continue the notifications and get the rest of the output.
-                Some(first) if first.process.holds_back() => {
+                Some(first) if first.process.has_paused_reading() => {
                     first.at = now;
                     self.closed.rotate_left(1);
                 }
@@ -748,7 +752,7 @@ impl SessionProcess {
     }
 
     /// Whether a client has paused notifications that it has not received yet.
-    fn holds_back(&self) -> bool {
+    fn has_paused_reading(&self) -> bool {
         let follower = self.follower.lock();
         self.is_paused.load(Ordering::Relaxed)
             && follower

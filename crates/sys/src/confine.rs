@@ -331,7 +331,7 @@ pub fn exit(code: c_int) -> ! {
 }
 
 /// Ends this process by a signal, to report the same death as another process.
-pub fn die_by(token: OneThread, signal: c_int) -> ! {
+pub fn exit_by_signal(token: OneThread, signal: c_int) -> ! {
     default_signals(token);
     if (1..=64).contains(&signal) {
         // Only this signal: another pending signal could end the process first.

@@ -280,7 +280,7 @@ impl Nats {
     /// # Panics
     ///
     /// The server does not respond.
-    pub async fn is_heard(&self, subject: &str) -> bool {
+    pub async fn has_subscriber(&self, subject: &str) -> bool {
         self.publish(subject, "answer ", "").await
     }
 

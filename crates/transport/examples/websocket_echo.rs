@@ -90,7 +90,7 @@ async fn run_cases(url: &str, agent: &str) -> Result<(), Box<dyn std::error::Err
 async fn echo(mut link: Link) -> Result<(), LinkError> {
     let ended = echo_messages(&mut link.incoming, &mut link.outgoing).await;
     let code = match &ended {
-        Ok(()) if link.incoming.said_goodbye() => Some(1000),
+        Ok(()) if link.incoming.received_close() => Some(1000),
         Err(LinkError::Frame(WebsocketError::Utf8)) => Some(1007),
         Err(LinkError::Frame(
             WebsocketError::FrameTooLarge { .. } | WebsocketError::MessageTooLarge { .. },

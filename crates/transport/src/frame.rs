@@ -453,7 +453,7 @@ impl Decoder {
 
     /// Returns the buffer to which the rest of a long frame can be read directly, without a copy,
     /// and how many bytes to read, at most `most`. Returns `None` if no long frame is being
-    /// received. The caller then calls [`Decoder::took`].
+    /// received. The caller then calls [`Decoder::record_received`].
     ///
     /// Only valid after all received bytes have been passed to [`Decoder::step`].
     ///
@@ -470,7 +470,7 @@ impl Decoder {
     }
 
     /// Records that `read` bytes were appended to the buffer that [`Decoder::room`] returned.
-    pub fn took(&mut self, read: usize) {
+    pub fn record_received(&mut self, read: usize) {
         let Some(partial) = &mut self.partial else {
             return;
         };

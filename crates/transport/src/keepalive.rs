@@ -36,7 +36,7 @@ pub enum KeepaliveAction {
 #[derive(Debug, Clone)]
 pub struct Keepalive {
     config: KeepaliveConfig,
-    heard: Instant,
+    record_received_data: Instant,
     pinged: Instant,
 }
 
@@ -45,7 +45,7 @@ impl Keepalive {
     pub fn new(config: KeepaliveConfig, now: Instant) -> Self {
         Self {
             config,
-            heard: now,
+            record_received_data: now,
             pinged: now,
         }
     }
@@ -56,14 +56,14 @@ impl Keepalive {
     }
 
     /// Records that data from the peer was received.
-    pub fn heard(&mut self, now: Instant) {
-        self.heard = now;
+    pub fn record_received_data(&mut self, now: Instant) {
+        self.record_received_data = now;
     }
 
     /// Returns the action that is due. The caller calls it at the time of the last
     /// [`Action::Wait`].
     pub fn poll(&mut self, now: Instant) -> KeepaliveAction {
-        let end = self.heard + self.config.deadline;
+        let end = self.record_received_data + self.config.deadline;
         if now >= end {
             return KeepaliveAction::GiveUp;
         }
@@ -87,7 +87,7 @@ mod tests {
         let mut keepalive = Keepalive::new(KeepaliveConfig::default(), start);
         assert_eq!(keepalive.poll(start), KeepaliveAction::Wait(at(30)));
         assert_eq!(keepalive.poll(at(30)), KeepaliveAction::Ping);
-        keepalive.heard(at(31));
+        keepalive.record_received_data(at(31));
         assert_eq!(keepalive.poll(at(60)), KeepaliveAction::Ping);
         assert_eq!(keepalive.poll(at(61)), KeepaliveAction::Wait(at(90)));
         assert_eq!(keepalive.poll(at(90)), KeepaliveAction::Ping);

@@ -303,7 +303,7 @@ impl LinkReceiver {
     }
 
     /// Returns whether the peer sent a close frame; always false on links without close frames.
-    pub fn said_goodbye(&self) -> bool {
+    pub fn received_close(&self) -> bool {
         self.goodbye
     }
 
@@ -577,7 +577,7 @@ impl LinkReceiver {
                 && let Some((rest, most)) = decoder.room(Self::READ_BYTES)?
             {
                 let read = self.io.read_buf(&mut rest.limit(most)).await?;
-                decoder.took(read);
+                decoder.record_received(read);
                 self.ended = read == 0;
                 self.received += read as u64;
                 return Ok(());
@@ -800,7 +800,7 @@ impl LinkSender {
     ///
     /// If the connection fails.
     pub async fn flush(&mut self) -> io::Result<()> {
-        self.flush_noting(|_| {}).await
+        self.flush_with_progress(|_| {}).await
     }
 
     /// Like [`LinkSender::flush`]. After each write that had to wait for the peer, calls `taken` with
@@ -809,7 +809,7 @@ impl LinkSender {
     /// # Errors
     ///
     /// If the connection fails.
-    pub async fn flush_noting(&mut self, mut taken: impl FnMut(usize)) -> io::Result<()> {
+    pub async fn flush_with_progress(&mut self, mut taken: impl FnMut(usize)) -> io::Result<()> {
         /// Maximum number of parts per write; at least a header and its payload.
         const MAX_SLICES: usize = 8;
         if let OutFraming::Handed(sink) = &mut self.framing {
@@ -1068,7 +1068,7 @@ mod tests {
             }
             assert_eq!(outgoing.buffered(), 9 * 200_001);
             let mut waits = 0;
-            outgoing.flush_noting(|_| waits += 1).await.unwrap();
+            outgoing.flush_with_progress(|_| waits += 1).await.unwrap();
             assert_eq!((outgoing.buffered(), waits), (0, 1));
             outgoing.shutdown().await.unwrap();
             outgoing.push_message(0, |out| out.push(0));

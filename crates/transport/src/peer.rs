@@ -424,7 +424,7 @@ impl<H: Handler> PeerReader<H> {
             {
                 // A part of a long message also shows that the peer is alive.
                 received = self.incoming.received();
-                keepalive.heard(Instant::now());
+                keepalive.record_received_data(Instant::now());
             }
             let wake = match self.keepalive.as_mut().map(|k| k.poll(Instant::now())) {
                 Some(KeepaliveAction::GiveUp) => {
@@ -444,7 +444,7 @@ impl<H: Handler> PeerReader<H> {
                 _ = closed.changed() => return self.shared.reason().to_string(),
             };
             if let Some(keepalive) = &mut self.keepalive {
-                keepalive.heard(Instant::now());
+                keepalive.record_received_data(Instant::now());
             }
             let outcome = match event {
                 Ok(Some(LinkEvent::Message(text))) => {
@@ -515,7 +515,7 @@ async fn handle(
                 continue;
             }
         };
-        keepalive.heard(Instant::now());
+        keepalive.record_received_data(Instant::now());
         return outcome;
     }
 }

@@ -305,7 +305,7 @@ impl UnifiedExec {
                 return Err(error.into());
             }
         };
-        let birth = NewSession {
+        let new_session = NewSession {
             id: reservation.id,
             call_id,
             process,
@@ -315,7 +315,7 @@ impl UnifiedExec {
             takes_input,
             sandbox_type,
         };
-        let session = Arc::new(CommandSession::new(birth, &inner.config));
+        let session = Arc::new(CommandSession::new(new_session, &inner.config));
         // This always succeeds: no other call has access to the new session.
         let interaction = session.interaction.try_lock().ok();
         reservation.keep(&session);

@@ -108,7 +108,7 @@ impl EvictionCandidate for Arc<CommandSession> {
 }
 
 impl CommandSession {
-    pub(super) fn new(birth: NewSession, config: &UnifiedExecConfig) -> Self {
+    pub(super) fn new(new_session: NewSession, config: &UnifiedExecConfig) -> Self {
         let NewSession {
             id,
             call_id,
@@ -118,7 +118,7 @@ impl CommandSession {
             tty,
             takes_input,
             sandbox_type,
-        } = birth;
+        } = new_session;
         Self {
             id,
             call_id,
@@ -241,7 +241,7 @@ impl EventFollower {
     /// Runs until the process's log is closed, the process is lost, or the output stays open too
     /// long after the exit.
     pub(super) async fn run(mut self, mut events: ExecProcessEvents) {
-        self.tell_begin().await;
+        self.emit_begin().await;
         let mut end_told = false;
         // Deadline after which the output is considered ended, if none arrives before.
         let mut patience: Option<Instant> = None;
@@ -256,7 +256,7 @@ impl EventFollower {
                         return;
                     }
                     Err(_) => {
-                        self.tell_end().await;
+                        self.emit_end().await;
                         end_told = true;
                         patience = Some(Instant::now() + self.config.linger);
                         continue;
@@ -302,7 +302,7 @@ impl EventFollower {
             }
         }
         if !end_told {
-            self.tell_end().await;
+            self.emit_end().await;
         }
     }
 
@@ -341,7 +341,7 @@ impl EventFollower {
         self.session.progress.send_modify(say);
     }
 
-    async fn tell_begin(&self) {
+    async fn emit_begin(&self) {
         let Some(sink) = &self.sink else {
             return;
         };
@@ -356,7 +356,7 @@ impl EventFollower {
         sink.event(event).await;
     }
 
-    async fn tell_end(&self) {
+    async fn emit_end(&self) {
         let Some(sink) = &self.sink else {
             return;
         };

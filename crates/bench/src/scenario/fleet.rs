@@ -21,7 +21,7 @@ use super::rendezvous::{CounterStreams, RegistryAccess, echo, key};
 use super::{Bench, RowSpec, size};
 use crate::pattern::BytePattern;
 use crate::report::{Figure, Goal, ReportRow, Unit};
-use crate::server::{CommandLine, Program};
+use crate::server::{CommandLine, StartedProgram};
 use crate::stats::percentile;
 
 const ENVIRONMENT: &str = "bench";
@@ -34,7 +34,7 @@ const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// Three nodes.
 struct Nodes {
-    running: Vec<Option<Program>>,
+    running: Vec<Option<StartedProgram>>,
     nats: std::cell::RefCell<Nats>,
     runtime: Runtime,
     files: TempDir,
@@ -71,7 +71,7 @@ impl Nodes {
                 "--node-name",
                 node,
             ];
-            let program = Program::start(command, &options)?;
+            let program = StartedProgram::start(command, &options)?;
             nodes.running.push(Some(program));
         }
         Ok(nodes)
@@ -112,7 +112,7 @@ impl Nodes {
 
     /// Peak memory of the running nodes.
     fn peak(&self) -> anyhow::Result<u64> {
-        let peaks = self.running.iter().flatten().map(Program::peak);
+        let peaks = self.running.iter().flatten().map(StartedProgram::peak);
         let peaks = peaks.collect::<anyhow::Result<Vec<u64>>>()?;
         peaks.into_iter().max().context("no node runs")
     }
@@ -236,7 +236,7 @@ struct FleetSetup {
     near: RegistryConnectArgs,
     far: RegistryConnectArgs,
     /// Fields are dropped in this order.
-    _executor: Program,
+    _executor: StartedProgram,
     nodes: Nodes,
 }
 
@@ -258,7 +258,7 @@ impl FleetSetup {
             "--identity-file",
             &identity,
         ];
-        let executor = Program::start(command, &executor)?;
+        let executor = StartedProgram::start(command, &executor)?;
         let auth = RegistryAuth::BearerFile(format!("{state}/harness.token").into());
         let args = |node| -> anyhow::Result<RegistryConnectArgs> {
             let url = nodes.url(node)?;

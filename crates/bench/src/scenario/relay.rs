@@ -27,7 +27,7 @@ use super::{Bench, RowSpec, size};
 use crate::floor::{self, ECHO};
 use crate::pattern::BytePattern;
 use crate::report::{Figure, Goal, ReportRow, Unit};
-use crate::server::{BenchServer, CommandLine, Program};
+use crate::server::{BenchServer, CommandLine, StartedProgram};
 use crate::stats::percentile;
 
 const ENVIRONMENT: &str = "bench";
@@ -42,9 +42,9 @@ pub(crate) struct RelaySetup {
     pub(crate) direct: RemoteExecServerConnectArgs,
     secure: RemoteExecServerConnectArgs,
     /// Fields are dropped in this order.
-    pub(crate) executor: Program,
+    pub(crate) executor: StartedProgram,
     pub(crate) server: BenchServer,
-    pub(crate) rendezvous: Program,
+    pub(crate) rendezvous: StartedProgram,
     _files: TempDir,
 }
 
@@ -65,7 +65,7 @@ impl RelaySetup {
             "--state-dir",
             &state,
         ];
-        let rendezvous = Program::start(command, &rendezvous)?;
+        let rendezvous = StartedProgram::start(command, &rendezvous)?;
         let url = rendezvous.line.clone();
         let address: SocketAddr = url
             .strip_prefix("http://")
@@ -83,7 +83,7 @@ impl RelaySetup {
             "--identity-file",
             &identity,
         ];
-        let executor = Program::start(command, &executor)?;
+        let executor = StartedProgram::start(command, &executor)?;
         let (cert, key) = (path("cert.pem"), path("key.pem"));
         let listen = [
             "--listen",

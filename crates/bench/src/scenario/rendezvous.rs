@@ -13,7 +13,7 @@ use anyhow::{Context as _, bail, ensure};
 use exec_server_registry::auth::RegistryAuth;
 use exec_server_registry::relay::{self, ExecutorAttachment, RelayDialError, RelayStream};
 use exec_server_registry::{Registry, RegistryOptions};
-use exec_server_relay::frame::{Acks, Body, Transmit, decode};
+use exec_server_relay::frame::{Acks, FrameBody, Transmit, decode};
 use exec_server_relay::keys::{MLKEM768_BYTES, PublicKey};
 use exec_server_relay::noise::{SEED_BYTES, StaticKeys};
 use exec_server_relay::{EndpointLimits, RelayExecutorConfig, RelayHarnessConfig};
@@ -28,7 +28,7 @@ use tokio::time::timeout;
 
 use super::{Bench, RowSpec};
 use crate::report::{Figure, Goal, ReportRow, Unit};
-use crate::server::{CommandLine, Program};
+use crate::server::{CommandLine, StartedProgram};
 use crate::stats::percentile;
 
 /// Time limit of everything that is not measured.
@@ -45,7 +45,7 @@ pub(super) struct RestartableRendezvous {
     command: CommandLine,
     files: TempDir,
     address: String,
-    program: Option<Program>,
+    program: Option<StartedProgram>,
     tokens: [String; 2],
     runtime: Runtime,
 }
@@ -82,7 +82,7 @@ impl RestartableRendezvous {
             "--state-dir",
             &state,
         ];
-        self.program = Some(Program::start(&self.command, &arguments)?);
+        self.program = Some(StartedProgram::start(&self.command, &arguments)?);
         Ok(())
     }
 
@@ -164,7 +164,7 @@ async fn send(link: &mut Link, frame: &Transmit) -> anyhow::Result<()> {
 /// Passes frames to `act` until it returns a value; answers pings meanwhile.
 async fn next<T>(
     link: &mut Link,
-    mut act: impl FnMut(&Body<'_>) -> Option<T>,
+    mut act: impl FnMut(&FrameBody<'_>) -> Option<T>,
 ) -> anyhow::Result<T> {
     loop {
         let mut pong = None;
@@ -194,8 +194,8 @@ pub(super) async fn echo(mut link: Link) -> anyhow::Result<()> {
     let stream = "s";
     loop {
         let received = next(&mut link, |body| match body {
-            Body::Handshake { .. } => Some(ReceivedNumber::Handshake),
-            Body::Data { seq, payload } => Some(ReceivedNumber::Data(*seq, payload.to_vec())),
+            FrameBody::Handshake { .. } => Some(ReceivedNumber::Handshake),
+            FrameBody::Data { seq, payload } => Some(ReceivedNumber::Data(*seq, payload.to_vec())),
             _ => None,
         });
         let frame = match received.await? {
@@ -217,7 +217,7 @@ async fn open_stream(mut link: Link) -> anyhow::Result<Link> {
     let hello = Transmit::handshake(stream, Acks::default(), b"hello"[..].into());
     send(&mut link, &hello).await?;
     next(&mut link, |body| {
-        matches!(body, Body::Handshake { .. }).then_some(())
+        matches!(body, FrameBody::Handshake { .. }).then_some(())
     })
     .await?;
     Ok(link)
@@ -236,7 +236,7 @@ async fn measure_echoes(
         let start = Instant::now();
         send(&mut link, &frame).await?;
         next(&mut link, |body| match body {
-            Body::Data { seq: received, .. } if *received == seq => Some(()),
+            FrameBody::Data { seq: received, .. } if *received == seq => Some(()),
             _ => None,
         })
         .await?;

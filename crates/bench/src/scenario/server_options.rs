@@ -71,7 +71,7 @@ fn start_with_token(
 
 /// Connection, upgrade and `initialize` with a token, minus the same without.
 pub(super) fn tokens(bench: &Bench) -> Vec<ReportRow> {
-    struct Prepared {
+    struct TokensSetup {
         open: BenchServer,
         token: (BenchServer, TempDir),
         signed: (BenchServer, TempDir),
@@ -98,7 +98,7 @@ pub(super) fn tokens(bench: &Bench) -> Vec<ReportRow> {
             "--ws-shared-secret-file",
             &secret,
         ];
-        Ok(Prepared {
+        Ok(TokensSetup {
             open: BenchServer::start(command)?,
             token: start_with_token(command, &[])?,
             signed: (BenchServer::start_with(command, &options)?, directory),
@@ -132,7 +132,7 @@ pub(super) fn tokens(bench: &Bench) -> Vec<ReportRow> {
 
 /// A TLS handshake with a new key exchange, and output over TLS compared with plain output.
 pub(super) fn tls(bench: &Bench) -> Vec<ReportRow> {
-    struct Prepared {
+    struct TlsSetup {
         server: BenchServer,
         address: SocketAddr,
         config: Arc<ClientConfig>,
@@ -166,7 +166,7 @@ pub(super) fn tls(bench: &Bench) -> Vec<ReportRow> {
         let mut server = BenchServer::start_with(command, &options)?;
         let address = server.next_address("wss://")?;
         let config = trust_only(Path::new(&cert))?;
-        Ok(Prepared {
+        Ok(TlsSetup {
             server,
             address,
             config,
@@ -271,7 +271,7 @@ pub(super) fn idle_connections(bench: &Bench) -> Vec<ReportRow> {
 pub(super) fn metrics(bench: &Bench) -> Vec<ReportRow> {
     /// More frequent than any scraper.
     const PERIOD: Duration = Duration::from_millis(50);
-    struct Prepared {
+    struct MetricsSetup {
         address: SocketAddr,
         terminal: TerminalClient,
         /// Owner of the session of the processes.
@@ -305,7 +305,7 @@ pub(super) fn metrics(bench: &Bench) -> Vec<ReportRow> {
         let page = scrape(address)?;
         let expected = format!("exec_server_processes {processes}\n");
         ensure!(page.contains(&expected), "no `{expected}` in\n{page}");
-        Ok(Prepared {
+        Ok(MetricsSetup {
             address,
             terminal: TerminalClient::start(server.client()?)?,
             _owner: owner,

@@ -126,7 +126,7 @@ impl CapabilityCache {
         let mut asking = JoinSet::new();
         for (environment, keys) in asked {
             let (cache, sandbox) = (self.clone(), sandbox.cloned());
-            asking.spawn(async move { cache.ask(&environment, keys, sandbox).await });
+            asking.spawn(async move { cache.request_discovery(&environment, keys, sandbox).await });
         }
         let mut recovered = false;
         while let Some(done) = asking.join_next().await {
@@ -135,7 +135,7 @@ impl CapabilityCache {
         let known = self.shared.known.lock();
         let found = roots.iter().map(|root| {
             let outcome = known.get(&key(root)).cloned();
-            let outcome = outcome.unwrap_or_else(|| Err(Arc::new(given_up())));
+            let outcome = outcome.unwrap_or_else(|| Err(Arc::new(discovery_abandoned())));
             (root.clone(), outcome)
         });
         DiscoveredRoots {
@@ -146,7 +146,7 @@ impl CapabilityCache {
 
     /// Requests discovery from an environment and caches the results. Returns whether a root
     /// succeeded that had failed before.
-    async fn ask(
+    async fn request_discovery(
         &self,
         environment: &Arc<Environment>,
         mut keys: Vec<RootKey>,
@@ -178,7 +178,7 @@ impl CapabilityCache {
                 // Discovery is idempotent, so it is retried once after a lost connection.
                 answer = environment.discover(params).await;
             }
-            let outcomes = judge(keys, answer);
+            let outcomes = outcomes_of(keys, answer);
             let mut known = self.shared.known.lock();
             for (key, outcome) in keys.iter().zip(outcomes) {
                 let is_new = outcome.is_ok();
@@ -191,7 +191,7 @@ impl CapabilityCache {
 }
 
 /// Splits a response into one outcome per root. The response must match the requested roots.
-fn judge(
+fn outcomes_of(
     keys: &[RootKey],
     answer: Result<Vec<DiscoveredRoot>, ExecServerError>,
 ) -> Vec<DiscoveryOutcome> {
@@ -230,7 +230,7 @@ fn broken(reason: String) -> ExecServerError {
     ExecServerError::Protocol { method, reason }
 }
 
-fn given_up() -> ExecServerError {
+fn discovery_abandoned() -> ExecServerError {
     ExecServerError::Closed("looking was given up".into())
 }
 

@@ -17,18 +17,18 @@ use crate::fs::{
 pub(super) struct LazyFiles(pub(super) Arc<LazySession>);
 
 impl LazyFiles {
-    async fn there(&self) -> Result<RemoteFileSystem, ExecServerError> {
+    async fn connected_files(&self) -> Result<RemoteFileSystem, ExecServerError> {
         Ok(self.0.client().await?.file_system())
     }
 }
 
 impl ExecutorFileSystem for LazyFiles {
     fn supports(&self, feature: Feature) -> Reply<'_, bool> {
-        Box::pin(async move { self.there().await?.supports(feature).await })
+        Box::pin(async move { self.connected_files().await?.supports(feature).await })
     }
 
     fn call(&self, request: FsRequest) -> Reply<'_, FsResponse> {
-        Box::pin(async move { self.there().await?.call(request).await })
+        Box::pin(async move { self.connected_files().await?.call(request).await })
     }
 
     fn open_read<'a>(
@@ -36,7 +36,7 @@ impl ExecutorFileSystem for LazyFiles {
         path: &'a PathUri,
         options: ReadStreamOptions,
     ) -> Reply<'a, FileReader> {
-        Box::pin(async move { self.there().await?.open_read(path, options).await })
+        Box::pin(async move { self.connected_files().await?.open_read(path, options).await })
     }
 
     fn open_write<'a>(
@@ -44,11 +44,16 @@ impl ExecutorFileSystem for LazyFiles {
         path: &'a PathUri,
         options: WriteStreamOptions,
     ) -> Reply<'a, FileWriter> {
-        Box::pin(async move { self.there().await?.open_write(path, options).await })
+        Box::pin(async move {
+            self.connected_files()
+                .await?
+                .open_write(path, options)
+                .await
+        })
     }
 
     fn watch<'a>(&'a self, path: &'a PathUri, options: WatchOptions) -> Reply<'a, FileChanges> {
-        Box::pin(async move { self.there().await?.watch(path, options).await })
+        Box::pin(async move { self.connected_files().await?.watch(path, options).await })
     }
 
     fn watch_missing<'a>(
@@ -56,6 +61,11 @@ impl ExecutorFileSystem for LazyFiles {
         missing: &'a [PathUri],
         present: Option<&'a PathUri>,
     ) -> Reply<'a, Option<MissingWatch>> {
-        Box::pin(async move { self.there().await?.watch_missing(missing, present).await })
+        Box::pin(async move {
+            self.connected_files()
+                .await?
+                .watch_missing(missing, present)
+                .await
+        })
     }
 }

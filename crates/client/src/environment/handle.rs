@@ -152,12 +152,15 @@ impl Environment {
         environment
     }
 
-    pub(super) fn gated(id: impl Into<String>, gate: Arc<ProvisioningGate>) -> Self {
+    pub(super) fn externally_provisioned(
+        id: impl Into<String>,
+        gate: Arc<ProvisioningGate>,
+    ) -> Self {
         Self::lazy(id.into(), TargetSource::Gated(gate))
     }
 
-    fn lazy(id: String, way: TargetSource) -> Self {
-        let lazy = Arc::new(LazySession::new(&id, way));
+    fn lazy(id: String, target_source: TargetSource) -> Self {
+        let lazy = Arc::new(LazySession::new(&id, target_source));
         Self {
             id,
             exec: Arc::new(LazyExec(Arc::clone(&lazy))),
@@ -194,7 +197,7 @@ impl Environment {
 
     /// Display name of the connection target. `None` for this machine, or while it is unknown.
     pub fn target(&self) -> Option<String> {
-        match self.lazy_session()?.way() {
+        match self.lazy_session()?.target_source() {
             TargetSource::Known(connect) => Some(connect.target()),
             TargetSource::Gated(gate) => gate.target(),
         }
@@ -211,9 +214,9 @@ impl Environment {
 
     /// Starts to connect in the background if the target has
     /// [`Start::AtOnce`].
-    pub(super) fn begin_unasked(&self) {
+    pub(super) fn connect_eagerly(&self) {
         if let Some(lazy) = self.lazy_session()
-            && let TargetSource::Known(connect) = lazy.way()
+            && let TargetSource::Known(connect) = lazy.target_source()
             && connect.start() == ConnectTime::AtOnce
         {
             lazy.begin();
@@ -298,7 +301,7 @@ impl Environment {
 
     /// Capability roots of the ready report.
     pub fn roots(&self) -> Vec<SelectedCapabilityRoot> {
-        match self.lazy_session().map(LazySession::way) {
+        match self.lazy_session().map(LazySession::target_source) {
             Some(TargetSource::Gated(gate)) => gate.roots(),
             _ => Vec::new(),
         }

@@ -27,7 +27,7 @@ use crate::state::ConnectionState;
 #[derive(Debug)]
 pub(super) struct LazySession {
     id: String,
-    way: TargetSource,
+    target_source: TargetSource,
     state: watch::Sender<LazyState>,
     /// The current or last connection attempt. Locked while the state changes to `Connecting`, so
     /// that there is only one attempt at a time.
@@ -74,17 +74,17 @@ impl Readiness {
 }
 
 impl LazySession {
-    pub(super) fn new(id: &str, way: TargetSource) -> Self {
+    pub(super) fn new(id: &str, target_source: TargetSource) -> Self {
         Self {
             id: id.to_owned(),
-            way,
+            target_source,
             state: watch::channel(LazyState::Idle).0,
             attempt: Mutex::default(),
         }
     }
 
-    pub(super) fn way(&self) -> &TargetSource {
-        &self.way
+    pub(super) fn target_source(&self) -> &TargetSource {
+        &self.target_source
     }
 
     /// Starts to connect, unless an attempt is running, the session is usable, or the last failure
@@ -108,11 +108,11 @@ impl LazySession {
             begin
         });
         if begun {
-            let (id, way) = (self.id.clone(), self.way.clone());
+            let (id, target_source) = (self.id.clone(), self.target_source.clone());
             let outcome = OutcomeGuard(self.state.clone());
             // The task ends with its outcome, or when the last user of this session is dropped.
             *attempt = Some(AbortOnDropHandle::new(runtime.spawn(async move {
-                outcome.tell(connect(&id, way).await);
+                outcome.tell(connect(&id, target_source).await);
             })));
         }
     }
@@ -168,8 +168,11 @@ impl LazySession {
     }
 }
 
-async fn connect(id: &str, way: TargetSource) -> Result<ExecServerClient, ExecServerError> {
-    let connect = match way {
+async fn connect(
+    id: &str,
+    target_source: TargetSource,
+) -> Result<ExecServerClient, ExecServerError> {
+    let connect = match target_source {
         TargetSource::Known(connect) => connect,
         TargetSource::Gated(gate) => gate.opened().await.map_err(|reason| {
             let id = id.to_owned();

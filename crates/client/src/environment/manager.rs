@@ -108,7 +108,7 @@ impl EnvironmentManager {
     ) -> Result<Self, EnvironmentError> {
         let manager = Self::resting(list, local)?;
         for handle in manager.environments() {
-            handle.begin_unasked();
+            handle.connect_eagerly();
         }
         Ok(manager)
     }
@@ -222,7 +222,7 @@ impl EnvironmentManager {
             known.gates.remove(id);
             known.put(Arc::clone(&handle));
         }
-        handle.begin_unasked();
+        handle.connect_eagerly();
         Ok(handle)
     }
 
@@ -263,7 +263,7 @@ impl EnvironmentManager {
         }
         let gate = known.gates.entry(id.to_owned());
         let gate = Arc::clone(gate.or_insert_with(|| Arc::new(ProvisioningGate::new())));
-        let handle = Arc::new(Environment::gated(id, gate));
+        let handle = Arc::new(Environment::externally_provisioned(id, gate));
         known.put(Arc::clone(&handle));
         Ok(handle)
     }

@@ -129,12 +129,14 @@ impl EnvironmentStep {
         let mut found: BTreeMap<&str, RootLookup> = BTreeMap::new();
         for root in roots {
             let id = root.environment_id();
-            found.entry(id).or_insert_with(|| self.look(manager, id));
+            found
+                .entry(id)
+                .or_insert_with(|| self.find_environment(manager, id));
         }
         // The retries already run concurrently.
         let mut handles: BTreeMap<&str, Arc<Environment>> = BTreeMap::new();
-        for (id, look) in found {
-            match look {
+        for (id, find_environment) in found {
+            match find_environment {
                 RootLookup::Ready(handle) => drop(handles.insert(id, handle)),
                 RootLookup::Retrying(handle) => {
                     if handle.ready().await.is_ok() {
@@ -153,7 +155,7 @@ impl EnvironmentStep {
         resolved.collect()
     }
 
-    fn look(&self, manager: &EnvironmentManager, id: &str) -> RootLookup {
+    fn find_environment(&self, manager: &EnvironmentManager, id: &str) -> RootLookup {
         match self.get(id) {
             Some(CapturedEnvironment::Ready(handle)) => {
                 return RootLookup::Ready(Arc::clone(handle));

@@ -28,7 +28,7 @@ impl DialError {
     }
 
     /// Whether it is worth trying again.
-    pub fn is_passing(&self) -> bool {
+    pub fn is_temporary(&self) -> bool {
         self.passing
     }
 }

@@ -127,7 +127,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             follow_symlinks: options.links.follow(),
             sandbox: options.sandbox,
         };
-        let asked = ask::<wire::ReadFile, _>(self, params);
+        let asked = call_typed::<wire::ReadFile, _>(self, params);
         Box::pin(async move { Ok(asked.await?.data_base64.0) })
     }
 
@@ -154,7 +154,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             modified_at_ms: options.modified_at_ms,
             sandbox: options.sandbox,
         };
-        done(ask::<wire::WriteFile, _>(self, params))
+        done(call_typed::<wire::WriteFile, _>(self, params))
     }
 
     /// Creates a directory.
@@ -173,7 +173,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             follow_symlinks: options.links.follow(),
             sandbox: options.sandbox,
         };
-        done(ask::<wire::CreateDirectory, _>(self, params))
+        done(call_typed::<wire::CreateDirectory, _>(self, params))
     }
 
     /// Returns the metadata of a path; for a link, the metadata of its target and the fact that it
@@ -192,7 +192,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             follow_symlinks: options.links.follow(),
             sandbox: options.sandbox,
         };
-        ask::<wire::GetMetadata, _>(self, params)
+        call_typed::<wire::GetMetadata, _>(self, params)
     }
 
     /// Returns the path with all symbolic links resolved.
@@ -206,7 +206,8 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         sandbox: Option<Sandbox>,
     ) -> Reply<'a, PathUri> {
         let path = path.clone();
-        let asked = ask::<wire::Canonicalize, _>(self, wire::CanonicalizeParams { path, sandbox });
+        let asked =
+            call_typed::<wire::Canonicalize, _>(self, wire::CanonicalizeParams { path, sandbox });
         Box::pin(async move { Ok(asked.await?.path) })
     }
 
@@ -248,7 +249,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             after: None,
             sandbox: options.sandbox,
         };
-        ask::<wire::Walk, _>(self, params)
+        call_typed::<wire::Walk, _>(self, params)
     }
 
     /// Removes a file, a link or a directory; if the path is a link, the link itself is removed.
@@ -264,7 +265,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             follow_symlinks: options.links.follow(),
             sandbox: options.sandbox,
         };
-        done(ask::<wire::Remove, _>(self, params))
+        done(call_typed::<wire::Remove, _>(self, params))
     }
 
     /// Copies files or directories within the machine; links are copied as links.
@@ -284,7 +285,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             recursive: options.recursive,
             sandbox: options.sandbox,
         };
-        done(ask::<wire::Copy, _>(self, params))
+        done(call_typed::<wire::Copy, _>(self, params))
     }
 
     /// Renames a file or directory within the machine; if the path is a link, the link itself is
@@ -305,7 +306,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             overwrite: options.overwrite,
             sandbox: options.sandbox,
         };
-        done(ask::<wire::Rename, _>(self, params))
+        done(call_typed::<wire::Rename, _>(self, params))
     }
 
     /// Sets the permission bits and the modification time.
@@ -321,7 +322,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             follow_symlinks: options.links.follow(),
             sandbox: options.sandbox,
         };
-        done(ask::<wire::SetMetadata, _>(self, params))
+        done(call_typed::<wire::SetMetadata, _>(self, params))
     }
 
     /// Creates a symbolic link to `target`.
@@ -340,7 +341,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             target: target.to_owned(),
             sandbox,
         };
-        done(ask::<wire::CreateSymlink, _>(self, params))
+        done(call_typed::<wire::CreateSymlink, _>(self, params))
     }
 
     /// Returns the SHA-256 of a file or of its first bytes.
@@ -354,7 +355,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             length: options.length,
             sandbox: options.sandbox,
         };
-        ask::<wire::Hash, _>(self, params)
+        call_typed::<wire::Hash, _>(self, params)
     }
 
     /// Returns the lines that match a pattern, in a file or below a directory.
@@ -379,12 +380,12 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             context_lines: options.context_lines,
             sandbox: options.sandbox,
         };
-        ask::<wire::Search, _>(self, params)
+        call_typed::<wire::Search, _>(self, params)
     }
 }
 
 /// Calls one method and converts the response to its result type.
-fn ask<M: FsMethod, F: ExecutorFileSystem + ?Sized>(
+fn call_typed<M: FsMethod, F: ExecutorFileSystem + ?Sized>(
     files: &F,
     params: M::Params,
 ) -> Reply<'_, M::Result> {

@@ -8,7 +8,7 @@ use exec_server_protocol::fs::{
 };
 use exec_server_protocol::limits::MAX_PAGE_ENTRIES;
 
-use super::{ExecutorFileSystem, Feature, ReadDirectoryOptions, TreeWalkOptions, ask};
+use super::{ExecutorFileSystem, Feature, ReadDirectoryOptions, TreeWalkOptions, call_typed};
 use crate::error::ExecServerError;
 
 /// Paged listing of a directory.
@@ -83,7 +83,7 @@ pub(super) async fn directory_page<F: ExecutorFileSystem + ?Sized>(
     if params.limit.is_none() && files.supports(Feature::Pages).await? {
         params.limit = Some(MAX_PAGE_ENTRIES);
     }
-    let result = ask::<wire::ReadDirectory, _>(files, params.clone()).await?;
+    let result = call_typed::<wire::ReadDirectory, _>(files, params.clone()).await?;
     match further::<wire::ReadDirectory>(&mut params.after, result.next)? {
         true => {}
         false => *next = None,
@@ -138,7 +138,7 @@ impl WalkPages {
         {
             params.limit = Some(MAX_PAGE_ENTRIES);
         }
-        let mut result = ask::<wire::Walk, _>(&*self.files, params.clone()).await?;
+        let mut result = call_typed::<wire::Walk, _>(&*self.files, params.clone()).await?;
         match further::<wire::Walk>(&mut params.after, result.next.take())? {
             true => {}
             false => self.next = None,

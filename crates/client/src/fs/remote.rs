@@ -234,7 +234,9 @@ impl RemoteFileSystem {
         // Handles are closed with their connection, so a first attempt on a lost connection leaves
         // none open.
         let caller = &self.client.inner.caller;
-        caller.call_noting::<wire::Open>(&params, None, true).await
+        caller
+            .call_with_generation::<wire::Open>(&params, None, true)
+            .await
     }
 }
 
@@ -253,7 +255,9 @@ impl<'a> FsVisitor for SendRequest<'a> {
 
     fn visit<M: FsMethod>(self, params: M::Params) -> Self::Output {
         Box::pin(async move {
-            let sent = self.caller.call_noting::<M>(&params, None, self.repeat);
+            let sent = self
+                .caller
+                .call_with_generation::<M>(&params, None, self.repeat);
             Ok(M::response(sent.await?.0))
         })
     }
@@ -399,10 +403,10 @@ impl ExecutorFileSystem for RemoteFileSystem {
                 sandbox: options.sandbox,
             };
             let caller = &self.client.inner.caller;
-            let watching = caller.call_noting::<wire::Watch>(&params, None, true);
+            let watching = caller.call_with_generation::<wire::Watch>(&params, None, true);
             let (result, generation) = watching.await?;
             let (queue, caller) = (Arc::clone(&changes.queue), caller.clone());
-            let keeper = keep_watching(caller, queue, params, generation);
+            let keeper = maintain_watch(caller, queue, params, generation);
             // Aborted together with the watch.
             changes._keeper = Some(AbortOnDropHandle::new(tokio::spawn(keeper)));
             Ok(FileChanges::new(result.path, changes))
@@ -612,7 +616,7 @@ struct RemoteChanges {
 
 /// Requests a watch on every connection after `generation`; ends when the server refuses it, or
 /// when there are no more connections.
-async fn keep_watching(
+async fn maintain_watch(
     caller: RequestSender,
     queue: Arc<ChangeQueue>,
     params: wire::WatchParams,

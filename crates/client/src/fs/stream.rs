@@ -289,7 +289,7 @@ impl FileWriter {
     pub async fn write_chunk(&mut self, mut chunk: Bytes) -> Result<(), ExecServerError> {
         while !chunk.is_empty() {
             if self.buffer.is_empty() && chunk.len() >= BLOCK_BYTES {
-                poll_fn(|cx| self.poll_room(cx)).await?;
+                poll_fn(|cx| self.poll_capacity(cx)).await?;
                 self.position += BLOCK_BYTES as u64;
                 self.send(chunk.split_to(BLOCK_BYTES));
             } else {
@@ -317,7 +317,7 @@ impl FileWriter {
     ) -> Poll<Result<usize, ExecServerError>> {
         self.reap(cx)?;
         if self.buffer.len() >= BLOCK_BYTES {
-            ready!(self.poll_room(cx))?;
+            ready!(self.poll_capacity(cx))?;
             self.send_buffer();
         }
         let count = data.len().min(BLOCK_BYTES - self.buffer.len());
@@ -330,7 +330,7 @@ impl FileWriter {
     }
 
     /// Waits until another block may be sent.
-    fn poll_room(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), ExecServerError>> {
+    fn poll_capacity(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), ExecServerError>> {
         self.reap(cx)?;
         if self.ahead.len() < DEPTH {
             Poll::Ready(Ok(()))
@@ -343,7 +343,7 @@ impl FileWriter {
     /// Sends the remaining bytes and waits for all responses.
     fn poll_drained(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), ExecServerError>> {
         if !self.buffer.is_empty() {
-            ready!(self.poll_room(cx))?;
+            ready!(self.poll_capacity(cx))?;
             self.send_buffer();
         }
         self.reap(cx)?;

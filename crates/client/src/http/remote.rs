@@ -26,7 +26,7 @@ impl ExecutorHttp for ExecServerClient {
     fn fetch(&self, request: HttpRequest) -> Reply<'_, BufferedHttpResponse> {
         Box::pin(async move {
             let (params, mut guard) = self.prepare(request, false).await?;
-            let (answer, _) = self.ask(&params).await?;
+            let (answer, _) = self.send_request(&params).await?;
             guard.over = true;
             Ok(BufferedHttpResponse {
                 status: answer.status,
@@ -42,7 +42,7 @@ impl ExecutorHttp for ExecServerClient {
             // Before the request: its pieces may come right after the answer.
             let queue = self.inner.routes.bodies.register(&params.request_id);
             let body = RemoteBody { queue, guard };
-            let (answer, generation) = self.ask(&params).await?;
+            let (answer, generation) = self.send_request(&params).await?;
             let bodies = &self.inner.routes.bodies;
             bodies.begin(&params.request_id, generation);
             Ok(HttpStream {
@@ -83,12 +83,17 @@ impl ExecServerClient {
     }
 
     /// The answer, and the generation of the connection that it came over, which brings the body.
-    async fn ask(&self, params: &RequestParams) -> Result<(RequestResult, u64), ExecServerError> {
+    async fn send_request(
+        &self,
+        params: &RequestParams,
+    ) -> Result<(RequestResult, u64), ExecServerError> {
         let caller = &self.inner.caller;
         let wait = params.timeout_ms.map(Duration::from_millis);
         let wait = wait.map(|wait| caller.timeout.saturating_add(wait));
         // Once: it is not for us to say what a second request would do.
-        caller.call_noting::<Request>(params, wait, false).await
+        caller
+            .call_with_generation::<Request>(params, wait, false)
+            .await
     }
 }
 

@@ -40,11 +40,11 @@ impl MappedFileSystem {
         }
     }
 
-    fn there(&self, path: &PathUri) -> Result<PathUri, ExecServerError> {
+    fn remote_path(&self, path: &PathUri) -> Result<PathUri, ExecServerError> {
         self.map.uri_to_remote(path)
     }
 
-    async fn here(&self, path: &mut PathUri) -> Result<(), ExecServerError> {
+    async fn localize(&self, path: &mut PathUri) -> Result<(), ExecServerError> {
         *path = match self.map.uri_to_local(path) {
             Ok(path) => path,
             Err(_) => self.resolved().await.uri_to_local(path)?,
@@ -88,11 +88,11 @@ impl ExecutorFileSystem for MappedFileSystem {
         Box::pin(async move {
             self.policy(request.sandbox_mut())?;
             for path in request.paths_mut() {
-                *path = self.there(path)?;
+                *path = self.remote_path(path)?;
             }
             let mut response = self.inner.call(request).await?;
             for path in response.paths_mut() {
-                self.here(path).await?;
+                self.localize(path).await?;
             }
             Ok(response)
         })
@@ -105,7 +105,9 @@ impl ExecutorFileSystem for MappedFileSystem {
     ) -> Reply<'a, FileReader> {
         Box::pin(async move {
             self.policy(&mut options.sandbox)?;
-            self.inner.open_read(&self.there(path)?, options).await
+            self.inner
+                .open_read(&self.remote_path(path)?, options)
+                .await
         })
     }
 
@@ -116,16 +118,18 @@ impl ExecutorFileSystem for MappedFileSystem {
     ) -> Reply<'a, FileWriter> {
         Box::pin(async move {
             self.policy(&mut options.sandbox)?;
-            self.inner.open_write(&self.there(path)?, options).await
+            self.inner
+                .open_write(&self.remote_path(path)?, options)
+                .await
         })
     }
 
     fn watch<'a>(&'a self, path: &'a PathUri, mut options: WatchOptions) -> Reply<'a, FileChanges> {
         Box::pin(async move {
             self.policy(&mut options.sandbox)?;
-            let inner = self.inner.watch(&self.there(path)?, options).await?;
+            let inner = self.inner.watch(&self.remote_path(path)?, options).await?;
             let mut path = inner.path().clone();
-            self.here(&mut path).await?;
+            self.localize(&mut path).await?;
             // The server reports changes below the canonical path.
             let map = self.resolved().await.clone();
             Ok(FileChanges::new(path, MappedChanges { inner, map }))
@@ -138,8 +142,9 @@ impl ExecutorFileSystem for MappedFileSystem {
         present: Option<&'a PathUri>,
     ) -> Reply<'a, Option<MissingWatch>> {
         Box::pin(async move {
-            let missing: Result<Vec<_>, _> = missing.iter().map(|path| self.there(path)).collect();
-            let present = present.map(|path| self.there(path)).transpose()?;
+            let missing: Result<Vec<_>, _> =
+                missing.iter().map(|path| self.remote_path(path)).collect();
+            let present = present.map(|path| self.remote_path(path)).transpose()?;
             self.inner.watch_missing(&missing?, present.as_ref()).await
         })
     }
@@ -160,8 +165,8 @@ impl ChangeSource for MappedChanges {
             batch.changes.retain_mut(|change| {
                 let paths = [Some(&mut change.path), change.from.as_mut()];
                 paths.into_iter().flatten().all(|path| {
-                    let here = self.map.uri_to_local(path);
-                    here.map(|here| *path = here).is_ok()
+                    let localize = self.map.uri_to_local(path);
+                    localize.map(|localize| *path = localize).is_ok()
                 })
             });
             // Changes that cannot be translated were dropped, so report an overflow instead of no

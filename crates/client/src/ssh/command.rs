@@ -174,13 +174,13 @@ impl SshHost {
 
     /// Forwards our local socket to a remote one. Whether the remote socket accepts connections
     /// shows only when the forwarding is used.
-    pub(super) async fn forward(&self, there: &str) -> bool {
+    pub(super) async fn forward(&self, remote_command: &str) -> bool {
         // ssh would treat a colon as the end of the path.
-        if there.contains(':') {
+        if remote_command.contains(':') {
             return false;
         }
         let _ = std::fs::remove_file(&self.inner.socket);
-        let pair = format!("{}:{there}", self.inner.socket.display());
+        let pair = format!("{}:{remote_command}", self.inner.socket.display());
         // The master may still have the forwarding whose socket file was removed above.
         self.control("cancel", Some(&pair)).await;
         self.control("forward", Some(&pair)).await
@@ -214,7 +214,7 @@ impl SshHost {
         stdin: Stdio,
         patience: Duration,
     ) -> Result<SshCommandResult, SshError> {
-        let mut command = self.there(script, args);
+        let mut command = self.remote_command(script, args);
         command.stdin(stdin);
         let said = self.finish(command, patience, "answer").await?;
         match said.code() {
@@ -226,7 +226,7 @@ impl SshHost {
         }
     }
 
-    fn there(&self, script: &str, args: &[&str]) -> Command {
+    fn remote_command(&self, script: &str, args: &[&str]) -> Command {
         let way = match self.inner.options.share {
             true => SshConnectMethod::Through,
             false => SshConnectMethod::Alone,
@@ -305,7 +305,7 @@ impl SshHost {
         loop {
             let (script, args) = self.start_script(Some("--stdio")).await?;
             let args: Vec<&str> = args.iter().map(String::as_str).collect();
-            let mut command = self.there(script, &args);
+            let mut command = self.remote_command(script, &args);
             command
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())

@@ -153,7 +153,7 @@ impl SshHost {
             return Err(SshError::Missing { url: self.name() });
         };
         let binary = self.binary().await?;
-        let there = RemotePlatform::told(machine);
+        let there = RemotePlatform::parse_uname(machine);
         if there != binary.machine {
             return Err(SshError::Architecture {
                 url: self.name(),
@@ -273,7 +273,7 @@ struct RemotePlatform(String);
 
 impl RemotePlatform {
     /// From the output of `uname -s` and `uname -m`.
-    fn told(words: &str) -> Self {
+    fn parse_uname(words: &str) -> Self {
         let mut words = words.split_whitespace();
         let system = words.next().unwrap_or("unknown");
         let machine = match words.next().unwrap_or("unknown") {
@@ -338,7 +338,7 @@ mod tests {
 
     #[test]
     fn machine_normalizes_uname_output_and_elf_headers() {
-        for (told, name) in [
+        for (parse_uname, name) in [
             ("Linux x86_64", "Linux x86_64"),
             ("Linux amd64", "Linux x86_64"),
             ("Linux arm64\r", "Linux aarch64"),
@@ -346,7 +346,11 @@ mod tests {
             ("Darwin arm64", "Darwin aarch64"),
             ("", "unknown unknown"),
         ] {
-            assert_eq!(RemotePlatform::told(told).0, name, "{told}");
+            assert_eq!(
+                RemotePlatform::parse_uname(parse_uname).0,
+                name,
+                "{parse_uname}"
+            );
         }
         let own = InstallBinary::read(&own_executable().unwrap(), "1.0 $(x)").unwrap();
         let arch = std::env::consts::ARCH;

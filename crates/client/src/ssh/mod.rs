@@ -226,13 +226,13 @@ impl SshHost {
     ///
     /// When the host cannot be reached or used. The error contains the message of ssh.
     pub async fn dial(&self) -> Result<Link, SshError> {
-        let dialled = self.dial_or_say(&[], true).await;
+        let dialled = self.dial_with_first(&[], true).await;
         dialled.map(|(link, _)| link)
     }
 
     /// Opens a link like [`SshHost::dial`]. If the forwarding already works, `first` is sent
     /// together with the request for the link. Returns the link and whether `first` was sent.
-    async fn dial_or_say(
+    async fn dial_with_first(
         &self,
         first: &[Vec<u8>],
         repeatable: bool,
@@ -361,19 +361,19 @@ impl SshHost {
 
 impl Dial for SshHost {
     fn dial(&self) -> BoxFuture<'_, Result<DialledLink, ExecServerError>> {
-        self.dial_saying(InitialMessages {
+        self.dial_with_messages(InitialMessages {
             messages: Vec::new(),
             repeatable: true,
         })
     }
 
-    fn dial_saying(
+    fn dial_with_messages(
         &self,
         first: InitialMessages,
     ) -> BoxFuture<'_, Result<DialledLink, ExecServerError>> {
         Box::pin(async move {
             let again = self.inner.connected.load(Ordering::Relaxed);
-            let dialled = self.dial_or_say(&first.messages, first.repeatable);
+            let dialled = self.dial_with_first(&first.messages, first.repeatable);
             match dialled.await {
                 Ok((link, said)) => Ok(DialledLink {
                     said,

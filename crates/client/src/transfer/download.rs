@@ -119,19 +119,19 @@ async fn fetch_tree(
         .await;
         let looked = std::mem::take(&mut *next.lock());
         let unknown = Arc::new(Mutex::new(Vec::new()));
-        each(looked, work.parallel(), |look| {
+        each(looked, work.parallel(), |step| {
             let scan = DirectoryScan {
                 work: Arc::clone(work),
                 plan: Arc::clone(&plan),
                 next: Arc::clone(&unknown),
                 lists_links,
             };
-            scan.look(look)
+            scan.process_scanned(step)
         })
         .await;
         level = std::mem::take(&mut *unknown.lock())
             .into_iter()
-            .filter_map(|look| match look {
+            .filter_map(|step| match step {
                 ScannedPathStep::Directory(item) => Some(item),
                 ScannedPathStep::At { .. } => None,
             })
@@ -220,8 +220,8 @@ impl DirectoryScan {
         }
     }
 
-    async fn look(self, look: ScannedPathStep) {
-        let ScannedPathStep::At { from, to } = look else {
+    async fn process_scanned(self, step: ScannedPathStep) {
+        let ScannedPathStep::At { from, to } = step else {
             return;
         };
         let found = match self

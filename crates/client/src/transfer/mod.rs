@@ -239,12 +239,12 @@ impl TransferState {
 
     /// Adds copied bytes and reports progress.
     fn moved(&self, path: &Path, bytes: u64) {
-        self.tell(path, |tally| tally.done_bytes += bytes);
+        self.report_progress(path, |tally| tally.done_bytes += bytes);
     }
 
     /// Adds bytes of an earlier transfer and reports progress.
     fn resumed(&self, path: &Path, bytes: u64) {
-        self.tell(path, |tally| {
+        self.report_progress(path, |tally| {
             tally.done_bytes += bytes;
             tally.report.resumed_bytes += bytes;
         });
@@ -252,7 +252,7 @@ impl TransferState {
 
     /// Records the result of a file. Its bytes were already added by `moved` or `resumed`.
     fn finished(&self, path: &Path, outcome: Result<u64, TransferError>) {
-        self.tell(path, |tally| {
+        self.report_progress(path, |tally| {
             tally.done_files += 1;
             match outcome {
                 Ok(bytes) => {
@@ -277,7 +277,7 @@ impl TransferState {
         self.tally.lock().report.failures.push(error);
     }
 
-    fn tell(&self, path: &Path, change: impl FnOnce(&mut TransferCounts)) {
+    fn report_progress(&self, path: &Path, change: impl FnOnce(&mut TransferCounts)) {
         let progress = {
             let mut tally = self.tally.lock();
             change(&mut tally);
@@ -289,8 +289,8 @@ impl TransferState {
                 path,
             }
         };
-        if let Some(tell) = &self.options.progress {
-            tell(&progress);
+        if let Some(report_progress) = &self.options.progress {
+            report_progress(&progress);
         }
     }
 

@@ -44,13 +44,13 @@ pub(crate) struct NumberedTarget {
 #[derive(Debug, Default)]
 pub(crate) struct Discoveries {
     pub(crate) asked: Mutex<Vec<usize>>,
-    pub(crate) answers: Mutex<VecDeque<Discovery>>,
+    pub(crate) answers: Mutex<VecDeque<ScriptedDiscovery>>,
     pub(crate) capabilities: Mutex<serde_json::Value>,
 }
 
 /// Scripted response to one discovery request; without one it succeeds.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Discovery {
+pub(crate) enum ScriptedDiscovery {
     /// Close the connection.
     Cut,
     /// Respond with a different id.
@@ -184,16 +184,16 @@ impl Discoveries {
         let told = |root: &serde_json::Value| {
             let mut told = json!({"id": root["id"], "path": root["path"]});
             match how {
-                Some(Discovery::OtherId) => told["id"] = json!("other"),
-                Some(Discovery::OtherPath) => told["path"] = json!("file:///other"),
+                Some(ScriptedDiscovery::OtherId) => told["id"] = json!("other"),
+                Some(ScriptedDiscovery::OtherPath) => told["path"] = json!("file:///other"),
                 _ => {}
             }
             told
         };
         match how {
-            Some(Discovery::Cut) => None,
-            Some(Discovery::Refused) => Some(Err(-32601)),
-            Some(Discovery::Nothing) => Some(Ok(json!({"roots": []}))),
+            Some(ScriptedDiscovery::Cut) => None,
+            Some(ScriptedDiscovery::Refused) => Some(Err(-32601)),
+            Some(ScriptedDiscovery::Nothing) => Some(Ok(json!({"roots": []}))),
             _ => Some(Ok(
                 json!({"roots": roots.iter().map(told).collect::<Vec<_>>()}),
             )),

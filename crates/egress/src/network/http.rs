@@ -23,7 +23,7 @@ use tokio_util::task::TaskTracker;
 use crate::network::access::{Attempt, AttemptRoute, BlockedAttempt};
 use crate::network::dial::OutboundStream;
 use crate::network::policy::AttemptTarget;
-use crate::network::proxy::{ProxyShared, carry};
+use crate::network::proxy::{ProxyShared, copy_both};
 
 /// The largest request head: 64 KiB.
 const MAX_HEAD_BYTES: usize = 64 * 1024;
@@ -269,8 +269,8 @@ impl HttpConnection {
 /// Copies bytes between the process and the host.
 async fn tunnel(inside: impl AsyncRead + AsyncWrite + Unpin, outside: OutboundStream) {
     match outside {
-        OutboundStream::Directly(stream) => carry(inside, stream).await,
-        OutboundStream::ByProxy(upstream) => carry(inside, upstream.io).await,
+        OutboundStream::Directly(stream) => copy_both(inside, stream).await,
+        OutboundStream::ByProxy(upstream) => copy_both(inside, upstream.io).await,
     }
 }
 

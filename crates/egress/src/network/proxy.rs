@@ -164,7 +164,7 @@ impl Proxy {
 }
 
 /// Copies bytes in both directions until both have ended.
-pub(crate) async fn carry(
+pub(crate) async fn copy_both(
     mut inside: impl AsyncRead + AsyncWrite + Unpin,
     mut outside: impl AsyncRead + AsyncWrite + Unpin,
 ) {

@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 use crate::network::access::Attempt;
 use crate::network::dial::OutboundStream;
 use crate::network::policy::AttemptTarget;
-use crate::network::proxy::{ProxyShared, carry};
+use crate::network::proxy::{ProxyShared, copy_both};
 use crate::network::udp::DatagramRelay;
 
 const VERSION: u8 = 5;
@@ -127,8 +127,8 @@ async fn connect(
                 return;
             }
             match outside {
-                OutboundStream::Directly(outside) => carry(stream, outside).await,
-                OutboundStream::ByProxy(upstream) => carry(stream, upstream.io).await,
+                OutboundStream::Directly(outside) => copy_both(stream, outside).await,
+                OutboundStream::ByProxy(upstream) => copy_both(stream, upstream.io).await,
             }
         }
     }

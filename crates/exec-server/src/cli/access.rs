@@ -35,7 +35,7 @@ pub(super) fn rules(settings: &Settings) -> anyhow::Result<AdmissionRules> {
 }
 
 fn auth(settings: &Settings) -> anyhow::Result<Auth> {
-    let given = |names: &[&str]| names.iter().any(|name| settings.is_given(name));
+    let given = |names: &[&str]| names.iter().any(|name| settings.is_set(name));
     let capability = given(&["auth.token_files", "auth.token_sha256"]);
     let signed = given(&[
         "auth.shared_secret_file",

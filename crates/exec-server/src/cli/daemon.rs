@@ -61,7 +61,7 @@ pub(super) fn run(args: DaemonArgs) -> anyhow::Result<ExitCode> {
     if args.stop {
         return place.stop();
     }
-    let kept = place.see_that_it_runs(args.idle)?;
+    let kept = place.ensure_running(args.idle)?;
     let state = place.state();
     let ready = json!({
         "socket": place.socket(),
@@ -166,7 +166,7 @@ impl DaemonPaths {
     }
 
     /// Sees that a daemon listens. If it had to be one of another build, says why.
-    fn see_that_it_runs(&self, idle: Duration) -> anyhow::Result<Option<String>> {
+    fn ensure_running(&self, idle: Duration) -> anyhow::Result<Option<String>> {
         let _lock = self.lock()?;
         if let Some(pid) = self.daemon() {
             let state = self.state();
@@ -298,7 +298,7 @@ pub(super) struct IdleDetector {
 
 impl IdleDetector {
     /// Writes this daemon's version and pid to its directory, before its socket is announced.
-    pub(super) fn introduce(&self) -> anyhow::Result<()> {
+    pub(super) fn write_identity(&self) -> anyhow::Result<()> {
         let state = json!({
             "version": env!("CARGO_PKG_VERSION"),
             "program": std::env::current_exe().ok(),
@@ -365,17 +365,17 @@ fn splice(socket: &Path) -> anyhow::Result<()> {
     let mut up = stream.try_clone()?;
     // Ends with the process, at the latest.
     std::thread::spawn(move || {
-        let _ = carry(&mut input, &mut up);
+        let _ = copy_unspliced(&mut input, &mut up);
         let _ = up.shutdown(Shutdown::Write);
     });
     // The client dials again after a cut: an error here needs no message.
-    let _ = carry(&mut &stream, &mut output);
+    let _ = copy_unspliced(&mut &stream, &mut output);
     Ok(())
 }
 
 /// Copies by hand: the standard library would splice, and the kernel keeps a pipe locked, for its
 /// reader too, while it waits for the socket that it is to be filled from.
-fn carry(from: &mut impl io::Read, to: &mut impl io::Write) -> io::Result<()> {
+fn copy_unspliced(from: &mut impl io::Read, to: &mut impl io::Write) -> io::Result<()> {
     let mut buffer = vec![0; 64 * 1024];
     loop {
         match from.read(&mut buffer) {

@@ -71,12 +71,12 @@ fn add(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
         let mut entry = Table::new();
         entry["id"] = value(&args.id);
         if let Some(url) = &args.url {
-            let way = match url {
+            let connect_target = match url {
                 url if url.starts_with(ssh::SCHEME) => "ssh",
                 url if RegistryUrl::matches(url) => "registry",
                 _ => "url",
             };
-            entry[way] = value(url);
+            entry[connect_target] = value(url);
         }
         if let [program, rest @ ..] = &args.program[..] {
             entry["program"] = value(program);
@@ -330,11 +330,11 @@ fn status(ids: &[String], timeout: Duration, as_json: bool) -> anyhow::Result<Ex
             .filter(|id| wanted(id))
             .map(|id| {
                 let connect = list.entry(id).map(|entry| {
-                    let own = on::way(&entry.connect, None);
+                    let own = on::connect_target(&entry.connect, None);
                     own.unwrap_or_else(|_| Arc::clone(&entry.connect))
                 });
                 let target = connect.as_ref().map(|connect| connect.target());
-                let asking = connect.map(|connect| tokio::spawn(ask(connect, timeout)));
+                let asking = connect.map(|connect| tokio::spawn(probe(connect, timeout)));
                 (id.to_owned(), target, asking)
             })
             .collect();
@@ -377,7 +377,7 @@ fn status(ids: &[String], timeout: Duration, as_json: bool) -> anyhow::Result<Ex
 }
 
 /// Connects to an environment and measures its latency.
-async fn ask(connect: Arc<dyn Connect>, limit: Duration) -> anyhow::Result<ProbeAnswer> {
+async fn probe(connect: Arc<dyn Connect>, limit: Duration) -> anyhow::Result<ProbeAnswer> {
     let asking = async {
         let began = Instant::now();
         let client = connect.connect().await?;

@@ -18,7 +18,7 @@ use exec_server_client::{
 };
 use exec_server_egress::own_listeners::OwnListener;
 use exec_server_engine::host;
-use exec_server_executor::local_clients::{self, Admitted, Peer};
+use exec_server_executor::local_clients::{self, Admitted, LocalPeer};
 use exec_server_executor::split_guardian;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::environment::EnvironmentInfo;
@@ -40,7 +40,7 @@ const LOG_FILTER: &str = "error,exec_server_agents::mcp=info";
 const DEFAULT_ID: &str = "default";
 
 pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
-    let mut places = vec![named_place(&args)?];
+    let mut places = vec![named_location(&args)?];
     for id in &args.with {
         places.push((id.clone(), on::named(id, &args.server)?));
     }
@@ -88,7 +88,7 @@ async fn serve(
     let listening = McpHttpServer::bind(server.clone(), address, token).await?;
     let _own = OwnListener::register(listening.address());
     let listening = listening.with_peer_check(|peer, own, identified| {
-        match local_clients::admit(Peer::Addresses(peer, own)) {
+        match local_clients::admit(LocalPeer::Addresses(peer, own)) {
             Admitted::Yes => true,
             Admitted::No => false,
             Admitted::Unknown => identified,
@@ -113,7 +113,7 @@ async fn stop_signal() -> anyhow::Result<()> {
 }
 
 /// The place that `--on`, `--url` or the configuration means, and what to call it.
-fn named_place(args: &McpArgs) -> anyhow::Result<(String, CommandLocation)> {
+fn named_location(args: &McpArgs) -> anyhow::Result<(String, CommandLocation)> {
     let place = on::resolve(&args.server)?;
     let id = match (&args.server.on, &place) {
         (Some(id), _) => id.clone(),
@@ -276,13 +276,13 @@ pub(super) fn run_proxy(args: McpProxyArgs) -> anyhow::Result<ExitCode> {
     }
     log_to_stderr()?;
     let runtime = runtime()?;
-    let outcome = runtime.block_on(carry(args, &place));
+    let outcome = runtime.block_on(forward_messages(args, &place));
     // A thread may still wait for input; it must not keep us.
     runtime.shutdown_background();
     outcome
 }
 
-async fn carry(args: McpProxyArgs, place: &CommandLocation) -> anyhow::Result<ExitCode> {
+async fn forward_messages(args: McpProxyArgs, place: &CommandLocation) -> anyhow::Result<ExitCode> {
     let (backend, cwd): (Arc<dyn ExecBackend>, PathBuf) = match place {
         CommandLocation::Here => (
             Arc::new(LocalBackend::new(executor()?)),

@@ -131,13 +131,13 @@ impl TerminalDecider {
     /// The first key of the answer; `None` if the terminal gives no answer.
     async fn key(&self, question: String) -> Option<u8> {
         let Some(keys) = &self.keys else {
-            let asked = tokio::task::spawn_blocking(move || ask_alone(&question));
+            let asked = tokio::task::spawn_blocking(move || ask_without_reader(&question));
             return asked.await.ok()?.ok();
         };
         let answer = keys.wait()?;
-        say(&question);
+        write_terminal(&question);
         let key = answer.await.ok()?;
-        say(if key.is_ascii_graphic() {
+        write_terminal(if key.is_ascii_graphic() {
             "\r\n"
         } else {
             "no\r\n"
@@ -193,14 +193,14 @@ impl NetworkPolicyDecider for TerminalDecider {
 }
 
 /// Writes to the terminal, wherever output goes; in its raw mode too.
-fn say(text: &str) {
+fn write_terminal(text: &str) {
     if let Ok(mut terminal) = File::options().write(true).open(TERMINAL) {
         let _ = terminal.write_all(text.as_bytes());
     }
 }
 
 /// Asks on a terminal that has no other reader.
-fn ask_alone(question: &str) -> io::Result<u8> {
+fn ask_without_reader(question: &str) -> io::Result<u8> {
     let mut terminal = File::options().read(true).write(true).open(TERMINAL)?;
     terminal.write_all(question.as_bytes())?;
     let mut line = String::new();

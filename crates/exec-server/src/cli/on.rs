@@ -161,7 +161,7 @@ async fn map(local: &Path, remote: &Path, client: &ExecServerClient) -> anyhow::
 }
 
 /// How to reach a configured environment, with what this program knows about itself.
-pub(super) fn way(
+pub(super) fn connect_target(
     connect: &Arc<dyn Connect>,
     server: Option<&ServerArgs>,
 ) -> anyhow::Result<Arc<dyn Connect>> {
@@ -262,7 +262,7 @@ fn in_environment(
     }
     match list.entry(id) {
         Some(entry) => {
-            let connect = way(&entry.connect, Some(server))?;
+            let connect = connect_target(&entry.connect, Some(server))?;
             let mut there = RemoteMachine::new(id, connect, server)?;
             there.token = Some("its token".to_owned());
             Ok(CommandLocation::There(there))

@@ -68,7 +68,7 @@ pub(super) fn check(settings: &Settings, args: &RemoteArgs) -> anyhow::Result<()
                 ("remote.token_file", "--remote-token-file"),
                 ("remote.credential_command", "--credential-command"),
             ] {
-                if given && settings.is_given(name) {
+                if given && settings.is_set(name) {
                     bail!("{flag} and {other} cannot be combined");
                 }
             }
@@ -76,10 +76,7 @@ pub(super) fn check(settings: &Settings, args: &RemoteArgs) -> anyhow::Result<()
         return Ok(());
     }
     let alone = [
-        (
-            settings.is_given("remote.environment_id"),
-            "--environment-id",
-        ),
+        (settings.is_set("remote.environment_id"), "--environment-id"),
         (
             args.executor_credential_stdin,
             "--executor-credential-stdin",
@@ -151,7 +148,7 @@ pub(super) fn hide_api_key(settings: &Settings) -> anyhow::Result<()> {
 }
 
 /// The keys that were handed over, by the variables that they were in.
-fn handed_over() -> anyhow::Result<Vec<(String, Secret)>> {
+fn inherited_secrets() -> anyhow::Result<Vec<(String, Secret)>> {
     let Some(descriptor) = variable(KEY_DESCRIPTOR_VARIABLE) else {
         return Ok(Vec::new());
     };
@@ -250,7 +247,7 @@ impl RemoteSetup {
 /// also made if the default file cannot be written, as on a read-only machine.
 fn identity(settings: &Settings, foreign: bool) -> anyhow::Result<StaticKeys> {
     let path = settings.identity_file();
-    if settings.is_given("remote.identity_file") {
+    if settings.is_set("remote.identity_file") {
         let path = path.context("--identity-file is empty")?;
         return Ok(identity::load_or_create(&path)?);
     }
@@ -291,10 +288,12 @@ impl Credentials {
         environment_id: &str,
         backend: LocalBackend,
     ) -> anyhow::Result<Self> {
-        let mut handed_over = handed_over()?;
+        let mut inherited_secrets = inherited_secrets()?;
         let mut take = |name: &str| {
-            let at = handed_over.iter().position(|(given, _)| given == name)?;
-            Some(handed_over.swap_remove(at).1).filter(|value| !value.expose().is_empty())
+            let at = inherited_secrets
+                .iter()
+                .position(|(given, _)| given == name)?;
+            Some(inherited_secrets.swap_remove(at).1).filter(|value| !value.expose().is_empty())
         };
         let mut credentials = Self {
             auth: RegistryAuth::Open,

@@ -59,7 +59,7 @@ pub(super) fn run(args: RendezvousArgs) -> anyhow::Result<ExitCode> {
     tracing::debug!(files, "files that may be open");
     let threads = args.threads.map(std::num::NonZero::get);
     let runtime = serve::runtime(threads).context("cannot start the runtime")?;
-    runtime.block_on(meet(args, place))?;
+    runtime.block_on(serve_rendezvous(args, place))?;
     runtime.shutdown_background();
     Ok(ExitCode::SUCCESS)
 }
@@ -309,7 +309,7 @@ fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCo
     Ok(ExitCode::SUCCESS)
 }
 
-async fn meet(args: RendezvousArgs, place: RendezvousPaths) -> anyhow::Result<()> {
+async fn serve_rendezvous(args: RendezvousArgs, place: RendezvousPaths) -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hangup = signal(SignalKind::hangup())?;
@@ -433,7 +433,7 @@ async fn meet(args: RendezvousArgs, place: RendezvousPaths) -> anyhow::Result<()
     }
     systemd::notify("STOPPING=1");
     tracing::info!("shutting down");
-    site.hand_over(&args, &rendezvous).await;
+    site.reload_quotas(&args, &rendezvous).await;
     rendezvous.stop();
     let _ = serving.await;
     site.leave().await;
@@ -526,7 +526,7 @@ impl StoreAndRouter {
         not(feature = "fleet"),
         expect(clippy::unused_async, reason = "there are no other nodes")
     )]
-    async fn hand_over(&self, args: &RendezvousArgs, rendezvous: &RendezvousServer) {
+    async fn reload_quotas(&self, args: &RendezvousArgs, rendezvous: &RendezvousServer) {
         #[cfg(feature = "fleet")]
         if let Some(cluster) = &self.cluster
             && self.router.nodes().await.len() > 1

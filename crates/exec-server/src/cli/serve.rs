@@ -132,7 +132,7 @@ async fn serve(
     let listeners = setup.open(&settings, &urls, handed_over).await?;
     let metrics = metrics_listener(&settings).await?;
     if let Some(idle) = &idle {
-        idle.introduce()?;
+        idle.write_identity()?;
     }
     announce(&listeners)?;
     let mut tasks = JoinSet::new();
@@ -272,7 +272,7 @@ impl ListenerSetup {
             });
         }
         // With sockets from the service manager, `listen` counts only if it is given.
-        let own = handed_over == 0 || settings.is_given("listen");
+        let own = handed_over == 0 || settings.is_set("listen");
         for url in urls.iter().filter(|_| own) {
             match (url, &self.tls) {
                 (ListenUrl::Websocket(address), _) => {

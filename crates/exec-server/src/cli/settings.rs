@@ -324,7 +324,7 @@ impl Settings {
     }
 
     /// Whether this key has a value other than its default.
-    pub(super) fn is_given(&self, name: &str) -> bool {
+    pub(super) fn is_set(&self, name: &str) -> bool {
         let given = |origin: &Origin| !matches!(origin, Origin::Default);
         self.values
             .get(name)
@@ -336,7 +336,7 @@ impl Settings {
         let urls: Result<Vec<ListenUrl>, _> =
             self.list("listen").into_iter().map(str::parse).collect();
         let urls = urls?;
-        if self.is_remote() && self.is_given("listen") {
+        if self.is_remote() && self.is_set("listen") {
             bail!("--remote and --listen cannot be combined");
         }
         let alone = |url: &ListenUrl| matches!(url, ListenUrl::Stdio | ListenUrl::Off);
@@ -1025,6 +1025,6 @@ mod tests {
         // As it is, it changes nothing.
         let file = self::file(example);
         let as_is = resolve(&["--config", file.path().to_str().unwrap()], &[]).unwrap();
-        assert!(KEYS.iter().all(|(name, _)| !as_is.is_given(name)));
+        assert!(KEYS.iter().all(|(name, _)| !as_is.is_set(name)));
     }
 }

@@ -133,12 +133,12 @@ async fn cancelled_http_requests_leave_no_memory() {
 
 /// Client that answers a question in turn with yes, no and not at all.
 #[derive(Debug)]
-struct Decider {
+struct AllowingDecider {
     number: usize,
     asked: Arc<Semaphore>,
 }
 
-impl NetworkPolicyDecider for Decider {
+impl NetworkPolicyDecider for AllowingDecider {
     fn decide(&self, _: PolicyTarget) -> BoxFuture<'_, PolicyAnswer> {
         self.asked.add_permits(1);
         let number = self.number;
@@ -182,7 +182,7 @@ async fn questions_about_networks_leave_no_memory() {
             ..sh(number, &script)
         };
         let asked = Arc::new(Semaphore::new(0));
-        let decider = Arc::new(Decider {
+        let decider = Arc::new(AllowingDecider {
             number,
             asked: Arc::clone(&asked),
         });

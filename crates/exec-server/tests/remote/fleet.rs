@@ -1278,10 +1278,10 @@ async fn events_of_every_node_are_received_at_each_node() {
     timeout(TIMEOUT, again).await.expect("NATS to be back");
     all.wait_for_event("register", "again").await;
     // Nodes subscribe only while a client watches.
-    assert!(fleet.nats.is_heard("exec-server.e").await);
+    assert!(fleet.nats.has_subscriber("exec-server.e").await);
     drop((all, acme));
     let unheard = async {
-        while fleet.nats.is_heard("exec-server.e").await {
+        while fleet.nats.has_subscriber("exec-server.e").await {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use exec_server_registry::auth::RegistryAuth;
 use exec_server_registry::relay::{self, ExecutorAttachment, RelayDialError, RelayStream};
 use exec_server_registry::{Registry, RegistryOptions};
-use exec_server_relay::frame::{Acks, Body, Transmit, decode};
+use exec_server_relay::frame::{Acks, FrameBody, Transmit, decode};
 use exec_server_relay::keys::{Authorization, MLKEM768_BYTES, PublicKey, SECURITY_PROFILE};
 use exec_server_relay::noise::{SEED_BYTES, StaticKeys};
 use exec_server_relay::{EndpointLimits, RelayExecutorConfig, RelayHarnessConfig};
@@ -53,7 +53,7 @@ async fn reset(link: &mut Link) -> (String, String) {
         loop {
             let event = link.incoming.recv_raw().await.unwrap();
             if let Some(RawEvent::Message { bytes, .. }) = event
-                && let Body::Reset { reason } = decode(bytes).unwrap().body
+                && let FrameBody::Reset { reason } = decode(bytes).unwrap().body
             {
                 let id = decode(bytes).unwrap().stream_id.into_owned();
                 return (id, reason.into_owned());

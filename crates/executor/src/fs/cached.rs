@@ -41,7 +41,7 @@ static DEVICES: RwLock<Vec<(u32, u32)>> = RwLock::new(Vec::new());
 const MAX_DEVICES: usize = 64;
 
 /// Records the filesystem of a path, so that later calls can use the cache. May block.
-pub(crate) fn learn(path: &Path) {
+pub(crate) fn record_filesystem(path: &Path) {
     let Ok(found) = rustix::fs::statx(CWD, path, AtFlags::empty(), StatxFlags::BASIC_STATS) else {
         return;
     };
@@ -158,7 +158,7 @@ mod tests {
         fs::write(&file, "hello").unwrap();
         symlink("f", dir.join("link")).unwrap();
         symlink(".", dir.join("via")).unwrap();
-        learn(&dir);
+        record_filesystem(&dir);
         let local = LOCAL.contains(&(rustix::fs::statfs(&dir).unwrap().f_type as u64));
         let cached = |path: &Path, links| soon(|| metadata_at_once(path, links));
         if local && cached(&file, SymlinkPolicy::Follow).is_some() {

@@ -16,7 +16,7 @@ use sha2::{Digest as _, Sha256};
 use super::metadata::modified;
 use super::open::open;
 use super::replace::{Replacement, ReplacementDescription, WriteTarget, target};
-use super::{CancelCheck, FsError, NewAttributes, SymlinkPolicy, at, go_on};
+use super::{CancelCheck, FsError, NewAttributes, SymlinkPolicy, at, check_cancelled};
 use crate::sandbox::files::ConfinedFiles;
 
 /// Opens a regular file for reading.
@@ -117,7 +117,7 @@ pub fn write_file(
             replacement.set_mode(Mode::from_raw_mode(mode & 0o7777))?;
         }
         replacement.write_at(0, data)?;
-        replacement.give_back_room();
+        replacement.release_preallocation();
         if let Some(modified_at_ms) = attributes.modified_at_ms {
             rustix::fs::futimens(replacement.file(), &modified(modified_at_ms))?;
         }
@@ -311,13 +311,17 @@ impl OpenFile {
                 Err(FsError::Incomplete(self.path))
             }
             OpenAccess::Aside(mut replacement) => {
-                replacement.give_back_room();
+                replacement.release_preallocation();
                 replacement.commit().map_err(at(&self.path))
             }
             OpenAccess::Confined(mut replacement, confined) => {
-                replacement.give_back_room();
+                replacement.release_preallocation();
                 let (letter, directory, file) = replacement.letter();
-                confined.place(&self.path, letter, [directory.as_fd(), file.as_fd()])?;
+                confined.rename_into_place(
+                    &self.path,
+                    letter,
+                    [directory.as_fd(), file.as_fd()],
+                )?;
                 replacement.forget();
                 Ok(())
             }
@@ -326,7 +330,7 @@ impl OpenFile {
 }
 
 /// Renames a temporary file that another process has written.
-pub(crate) fn place(
+pub(crate) fn rename_into_place(
     path: &Path,
     letter: ReplacementDescription,
     directory: OwnedFd,
@@ -370,7 +374,7 @@ pub fn hash(
     let mut digest = Sha256::new();
     let mut hashed = 0;
     loop {
-        go_on(cancelled)?;
+        check_cancelled(cancelled)?;
         match rest.read(&mut block) {
             Ok(0) => return Ok((digest.finalize().into(), hashed)),
             Ok(read) => {

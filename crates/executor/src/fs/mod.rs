@@ -26,7 +26,7 @@ use exec_server_protocol::PathUri;
 use exec_server_protocol::limits::{MAX_GLOB_BYTES, MAX_GLOBS, MAX_READ_FILE_BYTES};
 use serde::{Deserialize, Serialize};
 
-pub(crate) use cached::{learn, metadata_at_once, read_at_once};
+pub(crate) use cached::{metadata_at_once, read_at_once, record_filesystem};
 pub use call::FileOutcome;
 pub(crate) use call::{check, links, native, perform};
 use directory::read_page;
@@ -35,7 +35,7 @@ pub use directory::{
     read_directory,
 };
 pub use file::{OpenFile, hash, open_file, read_at, readable_size, write_file};
-pub(crate) use file::{TransferredFile, open_sized, place};
+pub(crate) use file::{TransferredFile, open_sized, rename_into_place};
 pub(crate) use metadata::entry;
 pub use metadata::{NewAttributes, PathMetadata, create_symlink, metadata, set_metadata};
 pub(crate) use replace::ReplacementDescription;
@@ -163,7 +163,7 @@ pub(crate) fn at<E: Into<io::Error>>(path: &Path) -> impl Fn(E) -> FsError {
     }
 }
 
-fn go_on(cancelled: CancelCheck<'_>) -> Result<(), FsError> {
+fn check_cancelled(cancelled: CancelCheck<'_>) -> Result<(), FsError> {
     if cancelled() {
         return Err(FsError::Cancelled);
     }

@@ -80,14 +80,14 @@ impl Replacement {
             placed: false,
         };
         if let Some(like) = like {
-            replacement.resemble(like)?;
+            replacement.copy_owner_and_mode(like)?;
         }
         Ok(replacement)
     }
 
     /// Sets owner and mode before there is content, so that no user can read content that was not
     /// readable in the old file.
-    fn resemble(&mut self, like: &Stat) -> io::Result<()> {
+    fn copy_owner_and_mode(&mut self, like: &Stat) -> io::Result<()> {
         let own = rustix::fs::fstat(&self.file)?;
         if (own.st_uid, own.st_gid) != (like.st_uid, like.st_gid) {
             let (owner, group) = (Uid::from_raw(like.st_uid), Gid::from_raw(like.st_gid));
@@ -113,7 +113,7 @@ impl Replacement {
     /// Writes at an offset; skipped ranges read as zeros.
     pub(super) fn write_at(&mut self, mut offset: u64, data: &[u8]) -> io::Result<()> {
         for part in data.chunks(STEP_BYTES) {
-            self.make_room(offset, part.len() as u64);
+            self.preallocate(offset, part.len() as u64);
             self.file.write_all_at(part, offset)?;
             offset += part.len() as u64;
         }
@@ -123,7 +123,7 @@ impl Replacement {
     /// Preallocates space for this write and for the writes that probably follow. Without
     /// preallocation, ext4 updates its block accounting for every page written, which takes a third
     /// of the time.
-    fn make_room(&mut self, offset: u64, len: u64) {
+    fn preallocate(&mut self, offset: u64, len: u64) {
         #[cfg(target_os = "linux")]
         {
             use rustix::fs::{FallocateFlags, fallocate, fstatfs};
@@ -160,7 +160,7 @@ impl Replacement {
     }
 
     /// Releases preallocated space that was not needed; must be called before times are set.
-    pub(super) fn give_back_room(&mut self) {
+    pub(super) fn release_preallocation(&mut self) {
         if let Preallocation::Until(there) = std::mem::replace(&mut self.room, Preallocation::Never)
             && let Ok(found) = self.file.metadata()
             && found.len() < there
@@ -205,10 +205,10 @@ impl Replacement {
 
     /// Renames the temporary file over the target name.
     pub(super) fn commit(self) -> io::Result<()> {
-        self.place(RenameFlags::empty())
+        self.rename_into_place(RenameFlags::empty())
     }
 
-    fn place(mut self, flags: RenameFlags) -> io::Result<()> {
+    fn rename_into_place(mut self, flags: RenameFlags) -> io::Result<()> {
         if let Some(mode) = self.special {
             // Writing to a file clears its set-id bits.
             rustix::fs::fchmod(&self.file, mode)?;

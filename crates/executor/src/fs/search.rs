@@ -469,7 +469,7 @@ impl MatchCollector<'_, '_> {
     }
 
     /// Whether to continue reading the file.
-    fn goes_on(&self) -> bool {
+    fn wants_more(&self) -> bool {
         !self.shared.is_cancelled() && (!self.full || self.pending.get())
     }
 }
@@ -506,17 +506,17 @@ impl Sink for MatchCollector<'_, '_> {
                     after: Vec::new(),
                 });
                 self.pending.set(self.context > 0);
-                return Ok(self.goes_on());
+                return Ok(self.wants_more());
             }
         }
         self.pass(number, text.text);
-        Ok(self.goes_on())
+        Ok(self.wants_more())
     }
 
     fn context(&mut self, _: &Searcher, found: &SinkContext<'_>) -> io::Result<bool> {
         let text = shown(without_end(found.bytes()));
         self.pass(found.line_number().unwrap_or_default(), text.text);
-        Ok(self.goes_on())
+        Ok(self.wants_more())
     }
 
     fn binary_data(&mut self, _: &Searcher, _: u64) -> io::Result<bool> {

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use super::directory::{DirectoryListing, EntryType, NEW_MODE};
 use super::open::{file_type, link, parent, same, stat_in};
 use super::replace::{Replacement, WriteTarget, target, temporary_name};
-use super::{CancelCheck, FsError, LinkPosition, SymlinkPolicy, at, go_on};
+use super::{CancelCheck, FsError, LinkPosition, SymlinkPolicy, at, check_cancelled};
 
 /// Removes a path; a link itself is removed, not its target.
 ///
@@ -165,7 +165,7 @@ fn copy_content(
     /// Bytes copied between two checks for cancellation.
     const STEP_BYTES: u64 = 64 << 20;
     loop {
-        go_on(cancelled)?;
+        check_cancelled(cancelled)?;
         let copied = io::copy(&mut from.take(STEP_BYTES), &mut to).map_err(at(destination))?;
         if copied < STEP_BYTES {
             return Ok(());
@@ -215,7 +215,7 @@ fn copy_tree(
         cancelled,
     )?];
     while let Some(level) = levels.last_mut() {
-        go_on(cancelled)?;
+        check_cancelled(cancelled)?;
         let Some((name, kind)) = level.names.get(level.next) else {
             let done = levels.pop();
             if let Some(CopyLevel {
@@ -225,7 +225,7 @@ fn copy_tree(
                 ..
             }) = done
             {
-                carry_over(&to, &like, fidelity).map_err(at(&path))?;
+                copy_metadata(&to, &like, fidelity).map_err(at(&path))?;
             }
             continue;
         };
@@ -308,7 +308,7 @@ impl CopyLevel {
             Ok(fd) => {
                 let to = File::from(fd);
                 copy_content(&from, &to, path, cancelled)?;
-                carry_over(&to, &found, fidelity).map_err(at(path))
+                copy_metadata(&to, &found, fidelity).map_err(at(path))
             }
             Err(Errno::EXIST) => {
                 let existing = stat_in(&self.to, name).map_err(at(path))?;
@@ -341,7 +341,7 @@ impl CopyLevel {
 }
 
 /// Copies metadata to a new file or directory.
-fn carry_over(to: impl AsFd, like: &Stat, fidelity: Fidelity) -> Result<(), Errno> {
+fn copy_metadata(to: impl AsFd, like: &Stat, fidelity: Fidelity) -> Result<(), Errno> {
     let to = to.as_fd();
     if fidelity == Fidelity::All {
         let (owner, group) = owners(like);
@@ -389,7 +389,7 @@ pub fn rename(
     overwrite: bool,
     cancelled: CancelCheck<'_>,
 ) -> Result<(), FsError> {
-    match place((CWD, from.as_os_str()), (CWD, to.as_os_str()), overwrite) {
+    match rename_within((CWD, from.as_os_str()), (CWD, to.as_os_str()), overwrite) {
         Ok(()) => Ok(()),
         Err(Errno::XDEV) => move_across(from, to, overwrite, cancelled),
         Err(Errno::EXIST) if !overwrite => Err(FsError::Exists(to.to_owned())),
@@ -400,7 +400,7 @@ pub fn rename(
 }
 
 /// Renames in one step, within a filesystem.
-fn place<A: AsFd, B: AsFd>(
+fn rename_within<A: AsFd, B: AsFd>(
     (from, name): (A, &OsStr),
     (to, new): (B, &OsStr),
     overwrite: bool,
@@ -441,13 +441,13 @@ fn move_across(
         return Err(FsError::Exists(to.to_owned()));
     }
     // A temporary directory, so that the moved entry keeps its name and is removed as one tree.
-    let mut aside = StagingDirectory::new(&to_directory, to)?;
+    let mut staging = StagingDirectory::new(&to_directory, to)?;
     match file_type(&found) {
         FileType::Directory => {
-            rustix::fs::mkdirat(&aside.directory, ASIDE_NAME, NEW_MODE).map_err(at(to))?;
+            rustix::fs::mkdirat(&staging.directory, ASIDE_NAME, NEW_MODE).map_err(at(to))?;
             copy_tree(
                 from,
-                &aside.path.join(ASIDE_NAME),
+                &staging.path.join(ASIDE_NAME),
                 true,
                 Fidelity::All,
                 cancelled,
@@ -457,7 +457,7 @@ fn move_across(
             let (from_directory, name) = parent(from, SymlinkPolicy::Follow)?;
             let level = CopyLevel {
                 from: from_directory,
-                to: aside.directory.try_clone().map_err(at(to))?,
+                to: staging.directory.try_clone().map_err(at(to))?,
                 path: from.to_owned(),
                 names: DirectoryListing::default(),
                 next: 0,
@@ -468,17 +468,17 @@ fn move_across(
             } else {
                 level.copy_file(name, from, Fidelity::All, cancelled)?;
             }
-            aside.name = name.to_owned();
+            staging.name = name.to_owned();
         }
         _ => return Err(FsError::MoveKind(from.to_owned())),
     }
-    let ready = (&aside.directory, aside.name.as_os_str());
-    match place(ready, (&to_directory, to_name), overwrite) {
+    let ready = (&staging.directory, staging.name.as_os_str());
+    match rename_within(ready, (&to_directory, to_name), overwrite) {
         Ok(()) => {}
         Err(Errno::EXIST) if !overwrite => return Err(FsError::Exists(to.to_owned())),
         Err(error) => return Err(at(to)(error)),
     }
-    drop(aside);
+    drop(staging);
     remove_following(from, true)
 }
 
@@ -638,12 +638,12 @@ mod tests {
             remove(&dir.join("missing/x"), false, true, links).unwrap();
             assert!(remove(&dir.join("missing"), false, false, links).is_err());
         }
-        for (path, place) in [
+        for (path, rename_within) in [
             ("link", LinkPosition::Leaf),
             ("link/x", LinkPosition::Parent),
         ] {
             match remove(&dir.join(path), false, true, SymlinkPolicy::Refuse) {
-                Err(FsError::Symlink { at, .. }) => assert_eq!(at, place),
+                Err(FsError::Symlink { at, .. }) => assert_eq!(at, rename_within),
                 other => panic!("{other:?}"),
             }
         }

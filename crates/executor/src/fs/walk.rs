@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 pub(super) use self::pages::walk_page;
 use super::directory::{DirectoryListing, EntryType, ReadError, read_first};
 use super::open::file_type;
-use super::{CancelCheck, FsError, at, go_on};
+use super::{CancelCheck, FsError, at, check_cancelled};
 
 /// Limits of a walk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,7 +118,7 @@ impl Walked {
     /// Records an error; returns whether the budget allows more items.
     fn fail(&mut self, path: PathBuf, error: Errno, budget: &mut WalkBudget) -> bool {
         let error = io::Error::from(error);
-        let room = budget.afford(path.as_os_str().len() + error.to_string().len());
+        let room = budget.charge(path.as_os_str().len() + error.to_string().len());
         if room {
             self.errors.push((path, error));
         }
@@ -174,7 +174,7 @@ pub fn walk(
         walker.queue.push_back((root.to_owned(), 0));
     }
     while let Some((directory, depth)) = walker.queue.pop_front() {
-        go_on(cancelled)?;
+        check_cancelled(cancelled)?;
         if !walker.enter(directory, depth)? {
             walker.walked.truncated = true;
             break;
@@ -220,7 +220,7 @@ impl Default for WalkBudget {
 impl WalkBudget {
     /// Takes the size of an item with a text of this length from the budget; false if it does not
     /// fit.
-    fn afford(&mut self, bytes: usize) -> bool {
+    fn charge(&mut self, bytes: usize) -> bool {
         match self.0.checked_sub(bytes + ITEM_BYTES) {
             Some(rest) => {
                 self.0 = rest;
@@ -314,7 +314,7 @@ impl Walker<'_> {
                 EntryType::Symlink | EntryType::Other => continue,
                 known => known,
             };
-            if !self.budget.afford(parent_bytes + name.len()) {
+            if !self.budget.charge(parent_bytes + name.len()) {
                 return false;
             }
             group.found.push(name.as_bytes(), kind);

@@ -168,7 +168,7 @@ struct SharedTree {
 impl Drop for SharedTree {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Relaxed);
-        self.shared.rouse();
+        self.shared.wake_subscriber();
     }
 }
 
@@ -182,7 +182,7 @@ struct TreeShared {
 }
 
 impl TreeShared {
-    fn rouse(&self) {
+    fn wake_subscriber(&self) {
         // The counter cannot overflow: the thread resets it, and several writes count as one
         // wake-up.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
@@ -190,9 +190,9 @@ impl TreeShared {
 }
 
 impl ChangeReceiver for Arc<TreeShared> {
-    fn tell(&self, happening: ReportedChange<'_>) {
+    fn tell(&self, reported: ReportedChange<'_>) {
         for subscriber in &*self.subscribers.lock() {
-            subscriber.record(happening);
+            subscriber.record(reported);
         }
     }
 }
@@ -217,9 +217,9 @@ struct SubscriptionState {
 }
 
 impl WatchSubscriber {
-    fn record(&self, happening: ReportedChange<'_>) {
+    fn record(&self, reported: ReportedChange<'_>) {
         let mut state = self.state.lock();
-        state.pending.record(happening);
+        state.pending.record(reported);
         if state.due.is_none() && !state.ready {
             state.due = Some(Instant::now() + self.debounce);
         }
@@ -227,7 +227,7 @@ impl WatchSubscriber {
 
     /// Makes pending changes available after the debounce time; otherwise returns the time when
     /// they will be.
-    fn ripen(&self, now: Instant) -> Option<Instant> {
+    fn release_due(&self, now: Instant) -> Option<Instant> {
         let mut state = self.state.lock();
         let due = state.due?;
         if due > now {
@@ -260,7 +260,7 @@ pub struct PendingBatch {
 #[derive(Debug)]
 pub struct WatchSubscription {
     root: PathBuf,
-    trunk: Arc<SharedTree>,
+    shared_tree: Arc<SharedTree>,
     subscriber: Arc<WatchSubscriber>,
 }
 
@@ -307,7 +307,7 @@ impl WatchSubscription {
 
 impl Drop for WatchSubscription {
     fn drop(&mut self) {
-        self.trunk
+        self.shared_tree
             .shared
             .subscribers
             .lock()
@@ -354,16 +354,16 @@ impl WatchHub {
         };
         let slot = self.slot(key)?;
         let mut tree = slot.lock();
-        let trunk = match tree.upgrade() {
-            Some(trunk) => trunk,
+        let shared_tree = match tree.upgrade() {
+            Some(shared_tree) => shared_tree,
             None => {
-                let trunk = start(
+                let shared_tree = start(
                     WatchTarget::new(root.clone(), recursive)?,
                     ignore,
                     cancelled,
                 )?;
-                *tree = Arc::downgrade(&trunk);
-                trunk
+                *tree = Arc::downgrade(&shared_tree);
+                shared_tree
             }
         };
         drop(tree);
@@ -371,14 +371,14 @@ impl WatchHub {
             debounce,
             state: Mutex::default(),
         });
-        trunk
+        shared_tree
             .shared
             .subscribers
             .lock()
             .push(Arc::clone(&subscriber));
         Ok(WatchSubscription {
             root,
-            trunk,
+            shared_tree,
             subscriber,
         })
     }
@@ -438,7 +438,10 @@ fn run(mut tree: WatchedTree<Arc<TreeShared>>, shared: &Arc<TreeShared>) {
         let now = Instant::now();
         // The lock is not held: woken subscribers may need it.
         let subscribers = shared.subscribers.lock().clone();
-        let ripe = subscribers.iter().filter_map(|one| one.ripen(now)).min();
+        let ripe = subscribers
+            .iter()
+            .filter_map(|one| one.release_due(now))
+            .min();
         drop(subscribers);
         if more {
             continue;

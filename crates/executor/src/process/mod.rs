@@ -428,13 +428,16 @@ impl Process {
     pub async fn terminate_and_wait(&self, end: TerminationMethod) -> (bool, Vec<(i32, String)>) {
         let running = self.is_running();
         let how = self.shared.ending(end);
-        let RemainingProcesses { members, strays } = self.tree().end(how).await;
+        let RemainingProcesses {
+            members,
+            unattributed_orphans,
+        } = self.tree().end(how).await;
         if running && members.is_empty() {
             // The tree has ended, so the supervisor is about to detect the exit of its leader.
             let exited = self.wait_for(|log| log.exit().map(|_| ()));
             let _ = tokio::time::timeout(KILL_PATIENCE, exited).await;
         }
-        let left: Vec<Pid> = members.into_iter().chain(strays).collect();
+        let left: Vec<Pid> = members.into_iter().chain(unattributed_orphans).collect();
         if left.is_empty() {
             return (running, Vec::new());
         }
@@ -485,7 +488,7 @@ impl ProcessShared {
         if self.inside.is_some() || !blocking(move || tree::may_have_orphans(tag)).await {
             return Vec::new();
         }
-        let members = Trees::of([&self.leader]).without_strays().members().await;
+        let members = Trees::of([&self.leader]).without_orphans().members().await;
         let name = |pid: Pid| (pid.as_raw_nonzero().get(), tree::command_of(pid));
         // A process without a command line is about to end.
         let is_running = |(_, command): &(i32, String)| !command.starts_with('[');
@@ -507,7 +510,7 @@ impl ProcessShared {
             }
             // Its pid cannot be reused before the guardian reaps it.
             Some(inside) => {
-                if self.inside_pidfd.lock().as_ref().is_some_and(is_there) {
+                if self.inside_pidfd.lock().as_ref().is_some_and(is_unreaped) {
                     let _ = rustix::process::kill_process_group(inside, signal);
                 }
             }
@@ -539,7 +542,7 @@ impl ProcessShared {
 
     /// Begins to terminate the process and its tree, without waiting.
     fn begin_to_end(self: &Arc<Self>, end: TerminationMethod) {
-        let trees = Trees::of([&self.leader]).without_strays();
+        let trees = Trees::of([&self.leader]).without_orphans();
         trees.begin_to_end(self.ending(end));
     }
 
@@ -561,7 +564,7 @@ impl ProcessShared {
 }
 
 /// Whether a process has not been reaped yet.
-fn is_there(pidfd: &OwnedFd) -> bool {
+fn is_unreaped(pidfd: &OwnedFd) -> bool {
     // A descriptor of a process that was reaped has no number any more.
     let number = pidfd.as_raw_fd();
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{number}"));
@@ -579,7 +582,7 @@ pub async fn end_all(processes: &[Process], grace: Duration) {
         groups: processes.iter().map(|one| one.shared.group()).collect(),
     };
     let trees = Trees::of(processes.iter().map(|process| &process.shared.leader));
-    trees.without_strays().end(how).await;
+    trees.without_orphans().end(how).await;
     limits::sweep();
 }
 

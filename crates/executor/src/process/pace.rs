@@ -46,7 +46,7 @@ impl ReadSchedule {
     }
 
     /// Records that this many bytes were read, after `input` writes to the process so far.
-    pub(super) fn took(&mut self, now: Instant, bytes: usize, input: u64) {
+    pub(super) fn record_read(&mut self, now: Instant, bytes: usize, input: u64) {
         let paced = self.is_series();
         let limit = if paced { INTERVAL + LATE } else { INTERVAL };
         let small = bytes < if paced { self.most } else { LARGE_BYTES };
@@ -82,11 +82,11 @@ mod tests {
     fn series() -> (ReadSchedule, Instant) {
         let mut pace = ReadSchedule::new(false);
         let mut now = Instant::now();
-        pace.took(now, 1, 0);
+        pace.record_read(now, 1, 0);
         for _ in 0..SERIES {
             assert_eq!(pace.next(now, 0), None);
             now += TICK;
-            pace.took(now, 1, 0);
+            pace.record_read(now, 1, 0);
         }
         (pace, now)
     }
@@ -98,11 +98,11 @@ mod tests {
             assert_eq!(pace.next(now, 0), Some(now + INTERVAL));
             assert_eq!(pace.next(now + INTERVAL, 0), None, "it is time");
             now += INTERVAL + LATE;
-            pace.took(now, 15, 0);
+            pace.record_read(now, 15, 0);
         }
         now += Duration::from_millis(2);
         assert_eq!(pace.next(now, 0), None, "the first output after a pause");
-        pace.took(now, 1, 0);
+        pace.record_read(now, 1, 0);
         assert_eq!(pace.next(now, 0), None, "the output that follows it");
     }
 
@@ -111,11 +111,11 @@ mod tests {
         let (mut pace, now) = series();
         assert!(pace.next(now, 0).is_some());
         assert_eq!(pace.next(now, 1), None, "it may answer");
-        pace.took(now + TICK, 1, 1);
+        pace.record_read(now + TICK, 1, 1);
         assert_eq!(pace.next(now + TICK, 1), None);
 
         let (mut pace, now) = series();
-        pace.took(now + INTERVAL, 16 * 1024, 0);
+        pace.record_read(now + INTERVAL, 16 * 1024, 0);
         assert_eq!(pace.next(now + INTERVAL, 0), None);
     }
 
@@ -123,12 +123,12 @@ mod tests {
     fn output_after_input_and_large_output_start_no_series() {
         let (mut pace, mut now) = (ReadSchedule::new(true), Instant::now());
         for input in 0..100 {
-            pace.took(now, 1, input);
+            pace.record_read(now, 1, input);
             assert_eq!(pace.next(now, input), None);
             now += TICK;
         }
         for _ in 0..100 {
-            pace.took(now, LARGE_BYTES, 100);
+            pace.record_read(now, LARGE_BYTES, 100);
             assert_eq!(pace.next(now, 100), None);
             now += TICK;
         }

@@ -48,9 +48,9 @@ struct RunningChild {
 
 /// Additional state of a sandboxed process.
 struct SandboxState {
-    prison: PreparedSandbox,
+    prepared_sandbox: PreparedSandbox,
     inside: Option<SandboxedChild>,
-    ledger: Option<OrderFile>,
+    order_file: Option<OrderFile>,
     connecting: Option<ConnectingProcess>,
 }
 
@@ -106,7 +106,7 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
     let system = |action| move |source| StartError::System { action, source };
     let of_sandbox = |error| StartError::of_sandbox(error, spec);
     let prepared = PreparedSpec::new(spec)?;
-    let prison = match (&spec.sandbox, &spec.network) {
+    let prepared_sandbox = match (&spec.sandbox, &spec.network) {
         (Some(sandbox), _) if sandbox.permissions != Permissions::Disabled => {
             let host = executor.sandbox_host()?;
             let hidden = &executor.config().hidden;
@@ -121,8 +121,12 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
         (Some(_), None) => Some(PreparedSandbox::open()),
         (None, None) => None,
     };
-    let is_confined = prison.as_ref().is_some_and(|prison| !prison.is_open());
-    let own_processes = prison.as_ref().map_or(0, PreparedSandbox::own_processes);
+    let is_confined = prepared_sandbox
+        .as_ref()
+        .is_some_and(|prepared_sandbox| !prepared_sandbox.is_open());
+    let own_processes = prepared_sandbox
+        .as_ref()
+        .map_or(0, PreparedSandbox::own_processes);
     let applied = limits::prepare(&spec.limits, own_processes)?;
     let tag = TreeTag::fresh();
     let since = tree::clock();
@@ -170,20 +174,21 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
     let strings = |texts: &'_ [CString]| -> Vec<_> { texts.to_vec() };
     // In a sandbox, the command is sent to the launcher in a message; the arguments and the
     // environment of the launcher do not contain it.
-    let errand = match &prison {
-        Some(prison) if is_confined => {
+    let pending_launch = match &prepared_sandbox {
+        Some(prepared_sandbox) if is_confined => {
             let program = Program {
                 candidates: &prepared.candidates,
                 argv: &prepared.argv,
                 env: &prepared.env,
                 cwd: &prepared.cwd,
             };
-            let errand = PendingLaunch::run(prison, &program, &applied.rlimits, terminal);
-            Some(errand.map_err(system("prepare the sandbox launcher"))?)
+            let pending_launch =
+                PendingLaunch::run(prepared_sandbox, &program, &applied.rlimits, terminal);
+            Some(pending_launch.map_err(system("prepare the sandbox launcher"))?)
         }
         _ => None,
     };
-    let (candidates, argv, env, cwd) = match &errand {
+    let (candidates, argv, env, cwd) = match &pending_launch {
         Some(_) => (
             vec![executor.launcher().path().map_err(of_sandbox)?.to_owned()],
             strings(&[c"exec-server".to_owned(), launcher::ARGUMENT.to_owned()]),
@@ -197,21 +202,23 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
             prepared.cwd.as_c_str(),
         ),
     };
-    let mut connecting = prison
+    let mut connecting = prepared_sandbox
         .as_ref()
-        .filter(|prison| prison.connects())
-        .map(|prison| ConnectingProcess::announce(prison.has_namespaces()));
-    let own_session = prison.as_ref().is_some_and(PreparedSandbox::has_namespaces);
-    let extra = errand.as_ref().map(PendingLaunch::descriptors);
+        .filter(|prepared_sandbox| prepared_sandbox.connects())
+        .map(|prepared_sandbox| ConnectingProcess::announce(prepared_sandbox.has_namespaces()));
+    let own_session = prepared_sandbox
+        .as_ref()
+        .is_some_and(PreparedSandbox::has_namespaces);
+    let extra = pending_launch.as_ref().map(PendingLaunch::descriptors);
     let (pid, pidfd) = executor
         .register(|| {
             let stdout = stdout.as_ref().map_or(input, |fd| fd.as_fd());
             let stderr = stderr.as_ref().map_or(input, |fd| fd.as_fd());
             let controlling_terminal = terminal && !own_session;
-            if let Some(errand) = &errand {
+            if let Some(pending_launch) = &pending_launch {
                 let request = sandbox::ForkRequest {
                     streams: [input, stdout, stderr],
-                    errand,
+                    pending_launch,
                     limits: &rlimits,
                     groups: &groups,
                     terminal: controlling_terminal,
@@ -236,7 +243,7 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
                 extra: extra.as_ref().map_or(&[], |extra| extra.as_slice()),
             })
         })
-        .map_err(|error| explain(error, spec, errand.is_some()))?;
+        .map_err(|error| explain(error, spec, pending_launch.is_some()))?;
     if let Some(connecting) = &mut connecting {
         connecting.started(pid);
     }
@@ -246,10 +253,10 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
         pid,
         pidfd: Some(pidfd),
     };
-    let (leader, listeners, ledger) = match errand {
-        Some(errand) => {
-            let begun = errand.wait().map_err(of_sandbox)?;
-            (begun.leader, begun.listeners, Some(begun.ledger))
+    let (leader, listeners, order_file) = match pending_launch {
+        Some(pending_launch) => {
+            let begun = pending_launch.wait().map_err(of_sandbox)?;
+            (begun.leader, begun.listeners, Some(begun.order_file))
         }
         None => (None, Vec::new(), None),
     };
@@ -257,12 +264,12 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
         None => None,
         Some(network) => Some(ProcessListeners::new(network, listeners)?),
     };
-    let sandbox = prison.map(|prison| SandboxState {
+    let sandbox = prepared_sandbox.map(|prepared_sandbox| SandboxState {
         inside: leader
             .filter(|_| own_session)
             .and_then(|pid| sandbox::inside(pid, |pid| tree::is_member(pid, tag))),
-        ledger: ledger.filter(|_| own_session),
-        prison,
+        order_file: order_file.filter(|_| own_session),
+        prepared_sandbox,
         connecting,
     });
     Ok(RunningChild {
@@ -384,11 +391,11 @@ fn adopt(
             StdinQueue::new(Some(fd), true)
         }
     };
-    let (inside, enforcement, facts, placeholders, ledger, connecting) = match sandbox {
+    let (inside, enforcement, facts, placeholders, order_file, connecting) = match sandbox {
         Some(SandboxState {
-            prison,
+            prepared_sandbox,
             inside,
-            ledger,
+            order_file,
             connecting,
         }) => {
             let PreparedSandbox {
@@ -396,9 +403,16 @@ fn adopt(
                 facts,
                 placeholders,
                 ..
-            } = prison;
+            } = prepared_sandbox;
             let enforcement = Some(enforcement);
-            (inside, enforcement, facts, placeholders, ledger, connecting)
+            (
+                inside,
+                enforcement,
+                facts,
+                placeholders,
+                order_file,
+                connecting,
+            )
         }
         None => Default::default(),
     };
@@ -443,7 +457,7 @@ fn adopt(
         SandboxGuard {
             facts,
             placeholders,
-            ledger,
+            order_file,
             _connecting: connecting,
         },
     );

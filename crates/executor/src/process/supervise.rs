@@ -80,11 +80,11 @@ impl OutputSource {
             Poll::Ready(Err(_)) => return Poll::Ready(ReadOutcome::End),
             Poll::Pending => return Poll::Pending,
         };
-        let (took, empty) = self.take(sink);
+        let (record_read, empty) = self.take(sink);
         if empty {
             guard.clear_ready();
         }
-        Poll::Ready(took)
+        Poll::Ready(record_read)
     }
 
     /// Reads a few chunks and passes them to `sink`; also returns whether the source is empty now.
@@ -155,14 +155,14 @@ pub(super) struct SandboxGuard {
     /// Held until the child has ended.
     pub(super) placeholders: Vec<Placeholder>,
     /// File in which the launcher reports the resource usage of its command.
-    pub(super) ledger: Option<OrderFile>,
+    pub(super) order_file: Option<OrderFile>,
     /// Held while the child, or a process that it has left, can connect to this server.
     pub(super) _connecting: Option<ConnectingProcess>,
 }
 
 impl SandboxGuard {
     fn usage(&self) -> Option<ResourceUsage> {
-        self.ledger.as_ref().and_then(OrderFile::usage)
+        self.order_file.as_ref().and_then(OrderFile::usage)
     }
 }
 
@@ -208,7 +208,7 @@ impl Supervisor {
             match self.wait().await {
                 WakeReason::Output(bytes) => {
                     let input = self.shared.input.load(Ordering::Relaxed);
-                    self.pace.took(Instant::now(), bytes, input);
+                    self.pace.record_read(Instant::now(), bytes, input);
                     if bytes > 0 && self.quiet_since.is_some() {
                         self.quiet_since = Some(Instant::now());
                     }

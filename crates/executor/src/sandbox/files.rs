@@ -149,7 +149,7 @@ impl PolicyFiles {
             };
             let answer = fs::perform(request, cancelled);
             if let Some(path) = learnt {
-                fs::learn(&path);
+                fs::record_filesystem(&path);
             }
             return answer;
         };
@@ -214,7 +214,7 @@ impl PolicyFiles {
         let helpers = confined.executor.helpers();
         let call = HelperRequest::call(request, most);
         if let Some((key, answers)) = helpers.remembered(&confined.sandbox, confined.intent) {
-            let asking = helpers.ask_soon(&key, &call)?;
+            let asking = helpers.try_request(&key, &call)?;
             // Checked while the helper reads: if the policy resolves differently now, the response
             // is dropped.
             if answers.still_hold() {
@@ -222,7 +222,7 @@ impl PolicyFiles {
             }
         }
         let key = confined.key_soon()?;
-        helpers.ask_soon(&key, &call).map(ConfinedRead)
+        helpers.try_request(&key, &call).map(ConfinedRead)
     }
 
     /// As [`OpenFile::open`].
@@ -384,7 +384,7 @@ impl ConfinedFiles {
         let disk = CachedDisk::default();
         let key = Arc::new(self.key_on(&disk).ok()??);
         // A result that is based on missing answers must not be used.
-        if !disk.has_told_all() {
+        if !disk.is_complete() {
             return None;
         }
         let remembered = CachedResolution {
@@ -422,7 +422,7 @@ impl ConfinedFiles {
     }
 
     /// Renames a file that was written under a temporary name to its final name.
-    pub(crate) fn place(
+    pub(crate) fn rename_into_place(
         &self,
         path: &Path,
         letter: ReplacementDescription,
@@ -431,7 +431,7 @@ impl ConfinedFiles {
         let Some(key) = self.key()? else {
             let lost = |_| FsError::Helper("out of descriptors".to_owned());
             let [directory, file] = descriptors.map(|fd| fd.try_clone_to_owned().map_err(lost));
-            return fs::place(path, letter, directory?, file?);
+            return fs::rename_into_place(path, letter, directory?, file?);
         };
         let request = HelperRequest::Place(text(path), letter);
         match self

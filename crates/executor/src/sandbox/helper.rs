@@ -467,7 +467,7 @@ fn perform(
             };
             let path = path_of(path);
             unborn.check_created(&path)?;
-            fs::place(&path, letter, directory, file)?;
+            fs::rename_into_place(&path, letter, directory, file)?;
             Ok(HelperResponse::Placed.into())
         }
     }

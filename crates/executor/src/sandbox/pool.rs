@@ -192,15 +192,16 @@ impl Helper {
             other => FsError::Helper(other.to_string()),
         };
         let host = executor.launcher_host().map_err(told)?;
-        let prison = prepare_files(key.policy.clone(), key.allow_partial, host).map_err(told)?;
-        let (socket, errand) = PendingLaunch::serve(&prison).map_err(failed)?;
-        let pidfd = executor.launch_helper(&errand).map_err(told)?;
+        let prepared_sandbox =
+            prepare_files(key.policy.clone(), key.allow_partial, host).map_err(told)?;
+        let (socket, pending_launch) = PendingLaunch::serve(&prepared_sandbox).map_err(failed)?;
+        let pidfd = executor.launch_helper(&pending_launch).map_err(told)?;
         let helper = Self {
             key,
             socket: Some(HelperSocket::Plain(socket)),
             pidfd,
         };
-        errand.wait_served().map_err(told)?;
+        pending_launch.wait_served().map_err(told)?;
         Ok(helper)
     }
 
@@ -295,7 +296,7 @@ impl HelperPool {
     }
 
     /// Sends a request to an idle helper, if there is one and sending does not have to wait.
-    pub(super) fn ask_soon(
+    pub(super) fn try_request(
         &self,
         key: &HelperKey,
         request: &HelperRequest,
@@ -388,12 +389,12 @@ impl Drop for PendingHelperRequest {
     fn drop(&mut self) {
         // The response of the cancelled request will not be read, so the helper is ended, which may
         // take a moment.
-        drop_apart(self.helper.take());
+        drop_on_blocking_thread(self.helper.take());
     }
 }
 
 /// Drops helpers on a blocking thread, because their end may take a moment.
-fn drop_apart(helpers: impl IntoIterator<Item = Helper>) {
+fn drop_on_blocking_thread(helpers: impl IntoIterator<Item = Helper>) {
     let helpers: Vec<_> = helpers.into_iter().collect();
     if helpers.is_empty() {
         return;
@@ -412,7 +413,7 @@ impl PendingHelperRequest {
             return None;
         }
         if let (Some(helper), Some(place)) = (self.helper.take(), self.place.take()) {
-            drop_apart(place.keep(helper));
+            drop_on_blocking_thread(place.keep(helper));
         }
         Some(frame)
     }

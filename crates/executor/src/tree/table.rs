@@ -279,17 +279,17 @@ impl ProcessTable {
 
     /// Living descendants of this server without a known tree that were started at `since` or
     /// later, with their start times.
-    pub(super) fn strays(&self, since: u64) -> Vec<(Pid, u64)> {
+    pub(super) fn unattributed_orphans(&self, since: u64) -> Vec<(Pid, u64)> {
         if !self.adopts_orphans {
             return Vec::new();
         }
-        let strays = self.undecided.iter().filter_map(|pid| {
+        let unattributed_orphans = self.undecided.iter().filter_map(|pid| {
             let entry = self.entries.get(pid)?;
             (entry.owner == ProcessOwner::Stray && entry.start >= since).then_some(())?;
             let alive = Stat::of(*pid).is_some_and(|stat| stat.start == entry.start && !stat.ended);
             alive.then_some((Pid::from_raw(*pid)?, entry.start))
         });
-        strays.collect()
+        unattributed_orphans.collect()
     }
 
     /// Reads all of `/proc`.
@@ -480,7 +480,7 @@ impl ProcessTable {
 /// The tag of a process, if this program has assigned it.
 fn tag_of(pid: i32) -> Option<TreeTag> {
     let limit = rlimit::hard(Some(Pid::from_raw(pid)?), TAG_RESOURCE).ok()?;
-    Some(TreeTag(limit)).filter(|tag| tag.is_given_out())
+    Some(TreeTag(limit)).filter(|tag| tag.is_assigned())
 }
 
 /// Number of ancestors of a process in the table.

@@ -1,7 +1,7 @@
 use std::sync::atomic::AtomicU32;
 
 use exec_server_relay::EndpointLimits;
-use exec_server_relay::frame::{self, Body, Transmit};
+use exec_server_relay::frame::{self, FrameBody, Transmit};
 use exec_server_relay::noise::StaticKeys;
 
 use super::*;
@@ -37,15 +37,15 @@ impl TestRendezvous {
             routes.executor = Some(sender.clone());
         }
         drop(routes);
-        let meeting = Arc::clone(self);
+        let rendezvous = Arc::clone(self);
         tokio::spawn(async move {
             let Link { incoming, outgoing } = link;
             tokio::select! {
-                () = meeting.forward(executor, sender.clone(), incoming) => {}
+                () = rendezvous.forward(executor, sender.clone(), incoming) => {}
                 () = deliver(receiver, outgoing) => {}
                 () = cut.notified() => {}
             }
-            meeting.leave(executor, &sender).await;
+            rendezvous.leave(executor, &sender).await;
         });
         let (reader, writer) = tokio::io::split(client);
         Link::websocket(WebsocketRole::Client, reader, writer, Vec::new())
@@ -67,7 +67,7 @@ impl TestRendezvous {
                 if executor {
                     routes.harnesses.get(frame.stream_id.as_ref()).cloned()
                 } else {
-                    if matches!(frame.body, Body::Resume { .. }) {
+                    if matches!(frame.body, FrameBody::Resume { .. }) {
                         let id = frame.stream_id.clone().into_owned();
                         routes.harnesses.insert(id, own.clone());
                     }
@@ -128,8 +128,8 @@ impl TestRendezvous {
         self: &Arc<Self>,
         executor: bool,
     ) -> impl FnMut() -> std::future::Ready<Result<Link, RelayDialError>> + Send + use<> {
-        let meeting = Arc::clone(self);
-        move || std::future::ready(Ok(meeting.dial(executor)))
+        let rendezvous = Arc::clone(self);
+        move || std::future::ready(Ok(rendezvous.dial(executor)))
     }
 }
 
@@ -143,7 +143,7 @@ async fn deliver(mut receiver: mpsc::Receiver<Vec<u8>>, mut outgoing: LinkSender
 }
 
 struct RelayFixture {
-    meeting: Arc<TestRendezvous>,
+    rendezvous: Arc<TestRendezvous>,
     identity: StaticKeys,
     accepted: mpsc::Receiver<RelayStream>,
     /// Aborted when the stage is dropped.
@@ -152,7 +152,7 @@ struct RelayFixture {
 
 impl RelayFixture {
     fn new() -> Self {
-        let meeting = Arc::new(TestRendezvous::default());
+        let rendezvous = Arc::new(TestRendezvous::default());
         let identity = StaticKeys::generate(&mut system_entropy);
         let config = RelayExecutorConfig {
             environment_id: "env".into(),
@@ -168,7 +168,7 @@ impl RelayFixture {
             }
         };
         let mut executor = JoinSet::new();
-        let mut dial = meeting.dialler(true);
+        let mut dial = rendezvous.dialler(true);
         let dial = move || {
             let dialled = dial();
             async move {
@@ -186,7 +186,7 @@ impl RelayFixture {
             panic!("{error}");
         });
         Self {
-            meeting,
+            rendezvous,
             identity,
             accepted,
             _executor: executor,
@@ -199,7 +199,7 @@ impl RelayFixture {
         limits: EndpointLimits,
     ) -> Result<RelayStream, OpenError> {
         // Wait for the executor to dial; in production the registry reports an offline executor.
-        while self.meeting.routes.lock().executor.is_none() {
+        while self.rendezvous.routes.lock().executor.is_none() {
             tokio::task::yield_now().await;
         }
         let config = RelayHarnessConfig {
@@ -211,7 +211,7 @@ impl RelayFixture {
             authorization: Authorization::new(authorization).unwrap(),
             limits,
         };
-        open(config, self.meeting.dialler(false)).await
+        open(config, self.rendezvous.dialler(false)).await
     }
 
     async fn open(&mut self) -> (RelayStream, RelayStream) {
@@ -253,7 +253,7 @@ async fn many_streams_share_one_executor_socket() {
         send(&mut there.link.outgoing, b"pong").await;
         assert_eq!(receive(&mut here.link.incoming).await.unwrap(), b"pong");
     }
-    assert_eq!(stage.meeting.dialled.load(Ordering::Relaxed), 6);
+    assert_eq!(stage.rendezvous.dialled.load(Ordering::Relaxed), 6);
 }
 
 #[tokio::test]
@@ -302,7 +302,7 @@ async fn survive(cut_executor: bool) {
             assert_eq!(message[..4], n.to_be_bytes());
             assert_eq!(message.len(), 40_000);
             if n % 100 == 50 {
-                cuts += stage.meeting.cut(cut_executor);
+                cuts += stage.rendezvous.cut(cut_executor);
             }
         }
     };
@@ -330,7 +330,7 @@ async fn stream_without_acknowledgements_ends_with_its_socket() {
     let mut here = stage.open_with("good", limits).await.unwrap();
     let there = stage.accepted.recv().await.unwrap();
     assert_eq!(here.mode, Mode::Compatible);
-    stage.meeting.cut(false);
+    stage.rendezvous.cut(false);
     assert_eq!(receive(&mut here.link.incoming).await, None);
     assert_eq!(here.ended().await, EndReason::SocketLost);
     assert_eq!(there.ended().await, EndReason::HarnessDetached);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use exec_server_relay::frame::{Acks, Body, Transmit, decode};
+use exec_server_relay::frame::{Acks, FrameBody, Transmit, decode};
 use exec_server_relay::keys::{MLKEM768_BYTES, PublicKey, SECURITY_PROFILE};
 use exec_server_rendezvous::mailbox::MailboxBacklog;
 use exec_server_rendezvous::signature::UrlSigner;
@@ -276,13 +276,13 @@ impl RawSocket {
             let frame = decode(bytes).unwrap();
             let id = frame.stream_id.into_owned();
             return Some(match frame.body {
-                Body::Resume { .. } => FrameSummary::Resume(id),
-                Body::Handshake { .. } => FrameSummary::Handshake(id),
-                Body::Data { seq, payload } => {
+                FrameBody::Resume { .. } => FrameSummary::Resume(id),
+                FrameBody::Handshake { .. } => FrameSummary::Handshake(id),
+                FrameBody::Data { seq, payload } => {
                     assert!(payload.iter().all(|byte| *byte == seq as u8), "changed");
                     FrameSummary::Data(id, seq, payload.len())
                 }
-                Body::Reset { reason } => FrameSummary::Reset(id, reason.into_owned()),
+                FrameBody::Reset { reason } => FrameSummary::Reset(id, reason.into_owned()),
                 _ => FrameSummary::Other(id),
             });
         }

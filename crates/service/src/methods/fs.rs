@@ -119,7 +119,7 @@ impl AdmittedFileRequest {
                 return send(&self.connection, responder, answer);
             }
             drop(answer);
-            responder.give_back();
+            responder.release_memory();
             self.list(responder, needed);
         });
     }

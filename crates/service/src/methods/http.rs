@@ -189,7 +189,7 @@ impl BodySender {
     async fn take(self: &Arc<Self>, mut body: ResponseBody) -> Result<(), HttpError> {
         while let Some(mut piece) = body.chunk().await? {
             while !piece.is_empty() {
-                self.until_room().await;
+                self.wait_for_capacity().await;
                 let part = piece.split_to(piece.len().min(MAX_DELTA_BYTES));
                 let mut state = self.state.lock();
                 state.bytes += part.len();
@@ -201,7 +201,7 @@ impl BodySender {
         Ok(())
     }
 
-    async fn until_room(&self) {
+    async fn wait_for_capacity(&self) {
         loop {
             let room = self.room.notified();
             if self.state.lock().bytes < WAITING_BYTES {

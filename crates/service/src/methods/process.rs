@@ -152,7 +152,7 @@ async fn watch_end<P>(
     // Ends the connections that still use the proxy.
     drop(proxy);
     let retention = server.config().closed_retention;
-    session.retire(managed, retention);
+    session.keep_closed(managed, retention);
 }
 
 /// Runs `job` on the process of a request, after earlier jobs for the same process.
@@ -287,7 +287,7 @@ pub(crate) fn signal(call: CheckedRequest<'_>, params: SignalParams) {
     in_session(call, params.session_id.as_deref(), &params.process_id, job);
 }
 
-/// [`with_process`], or [`elsewhere`] if a session is named.
+/// [`with_process`], or [`with_process_of_any_session`] if a session is named.
 fn in_session(
     call: CheckedRequest<'_>,
     session_id: Option<&str>,
@@ -296,13 +296,13 @@ fn in_session(
 ) {
     match session_id {
         None => with_process(call, process_id, job),
-        Some(session_id) => elsewhere(call, session_id, process_id, job),
+        Some(session_id) => with_process_of_any_session(call, session_id, process_id, job),
     }
 }
 
 /// Like [`with_process`], for a process of any session: a client that may run commands may also end
 /// any process, and a client with the scope to observe processes may observe all of them.
-fn elsewhere(
+fn with_process_of_any_session(
     call: CheckedRequest<'_>,
     session_id: &str,
     process_id: &str,

@@ -167,13 +167,13 @@ pub(crate) fn watch_missing(call: CheckedRequest<'_>, params: WatchMissingParams
         }
         let _state = connection.watches.missing.lock();
         if !current.is_cancelled() {
-            tell_missing(&connection.outbox, watch_id);
+            notify_missing(&connection.outbox, watch_id);
         }
     });
 }
 
 /// Sends the notification; each request leads to at most one, so the number is bounded.
-fn tell_missing(outbox: &Outbox, watch_id: u64) {
+fn notify_missing(outbox: &Outbox, watch_id: u64) {
     let mut message = Vec::new();
     let params = MissingChangedParams { watch_id };
     let encoded = envelope::encode_notification(&mut message, MissingChanged::NAME, &params);

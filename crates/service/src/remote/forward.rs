@@ -21,7 +21,7 @@ use tokio::process::{Child, Command};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::{RemoteEnvironmentConfig, RemoteEnvironmentError, RemoteStatus, attend};
+use super::{RemoteEnvironmentConfig, RemoteEnvironmentError, RemoteStatus, serve_streams};
 
 /// How long a command may take to exit after its stream has ended.
 const COMMAND_GRACE: Duration = Duration::from_secs(5);
@@ -98,7 +98,7 @@ pub async fn forward(
 ) -> Result<(), RemoteEnvironmentError> {
     let destination = Arc::new(destination);
     let stopped = stop.clone();
-    attend(config, status, stop, move |stream: RelayStream| {
+    serve_streams(config, status, stop, move |stream: RelayStream| {
         let destination = Arc::clone(&destination);
         let stopped = stopped.clone();
         async move {
@@ -140,8 +140,8 @@ async fn splice(stream: Link, destination: Link) -> Result<(), LinkError> {
         heard: &heard,
     };
     tokio::select! {
-        result = there.carry(stream.incoming) => result,
-        result = carry_back(destination.incoming, stream.outgoing, &ping, &heard) => result,
+        result = there.forward_to_destination(stream.incoming) => result,
+        result = forward_back(destination.incoming, stream.outgoing, &ping, &heard) => result,
     }
 }
 
@@ -157,7 +157,7 @@ struct ToDestination<'a> {
 }
 
 impl ToDestination<'_> {
-    async fn carry(mut self, mut incoming: LinkReceiver) -> Result<(), LinkError> {
+    async fn forward_to_destination(mut self, mut incoming: LinkReceiver) -> Result<(), LinkError> {
         loop {
             let wake = match self.keep_alive()? {
                 Some(wake) => wake,
@@ -199,7 +199,7 @@ impl ToDestination<'_> {
         };
         let now = Instant::now();
         if self.heard.swap(false, Ordering::Relaxed) {
-            keepalive.heard(now);
+            keepalive.record_received_data(now);
         }
         match keepalive.poll(now) {
             KeepaliveAction::Wait(until) => Ok(Some(until)),
@@ -222,7 +222,7 @@ fn without_line_ends(message: &[u8]) -> Vec<u8> {
     message.iter().map(space).collect()
 }
 
-async fn carry_back(
+async fn forward_back(
     mut incoming: LinkReceiver,
     mut outgoing: LinkSender,
     ping: &mpsc::Sender<Vec<u8>>,
@@ -256,12 +256,12 @@ mod tests {
 
     use super::*;
 
-    async fn say(link: &mut LinkSender, text: &[u8]) {
+    async fn send_bytes(link: &mut LinkSender, text: &[u8]) {
         link.push_message(text.len(), |out| out.extend_from_slice(text));
         link.flush().await.unwrap();
     }
 
-    async fn hear(link: &mut LinkReceiver) -> Option<Vec<u8>> {
+    async fn receive_bytes(link: &mut LinkReceiver) -> Option<Vec<u8>> {
         match link.recv_raw().await.unwrap()? {
             RawEvent::Message { bytes, .. } => Some(bytes.to_vec()),
             other => panic!("{other:?}"),
@@ -309,23 +309,23 @@ mod tests {
         let (destination, mut server) = Link::pair();
         let splicing = tokio::spawn(splice(stream, destination));
         // Over a pipe, pretty-printed JSON must be one line.
-        say(&mut harness.outgoing, b"{\n \"id\": 1\r\n}").await;
+        send_bytes(&mut harness.outgoing, b"{\n \"id\": 1\r\n}").await;
         assert_eq!(
-            hear(&mut server.incoming).await.unwrap(),
+            receive_bytes(&mut server.incoming).await.unwrap(),
             b"{  \"id\": 1  }"
         );
         for n in 0..100 {
-            say(&mut server.outgoing, format!("{{\"n\":{n}}}").as_bytes()).await;
+            send_bytes(&mut server.outgoing, format!("{{\"n\":{n}}}").as_bytes()).await;
         }
         drop(server);
         for n in 0..100 {
             let expected = format!("{{\"n\":{n}}}");
             assert_eq!(
-                hear(&mut harness.incoming).await.unwrap(),
+                receive_bytes(&mut harness.incoming).await.unwrap(),
                 expected.as_bytes()
             );
         }
-        assert_eq!(hear(&mut harness.incoming).await, None);
+        assert_eq!(receive_bytes(&mut harness.incoming).await, None);
         splicing.await.unwrap().unwrap();
     }
 

@@ -190,7 +190,7 @@ pub async fn serve(
     status: watch::Sender<RemoteStatus>,
 ) -> Result<(), RemoteEnvironmentError> {
     let stop = server.ended().clone();
-    attend(config, status, stop, |stream: RelayStream| {
+    serve_streams(config, status, stop, |stream: RelayStream| {
         let identity = ClientIdentity {
             name: match &stream.harness {
                 // A session belongs to the key that opened it: another harness cannot resume it.
@@ -210,7 +210,7 @@ pub async fn serve(
 /// when `stop` was cancelled and the streams have ended; ending them is the task of their handlers.
 ///
 /// A stream has ended when its handler has returned and all its data has been sent.
-async fn attend<H, HF>(
+async fn serve_streams<H, HF>(
     config: RemoteEnvironmentConfig,
     status: watch::Sender<RemoteStatus>,
     stop: CancellationToken,
@@ -230,7 +230,7 @@ where
             });
         }
     };
-    let desk = Arc::new(EnvironmentRegistration {
+    let environment_registration = Arc::new(EnvironmentRegistration {
         validator: Validator::new(Arc::clone(&registry), config.validation),
         registry,
         identity: config.identity.clone(),
@@ -251,20 +251,22 @@ where
         limits: config.limits,
     };
     let dial = {
-        let desk = Arc::clone(&desk);
+        let environment_registration = Arc::clone(&environment_registration);
         move || {
-            let desk = Arc::clone(&desk);
-            async move { desk.dial().await }
+            let environment_registration = Arc::clone(&environment_registration);
+            async move { environment_registration.dial().await }
         }
     };
     let admit = {
-        let desk = Arc::clone(&desk);
+        let environment_registration = Arc::clone(&environment_registration);
         move |ask| {
-            let desk = Arc::clone(&desk);
+            let environment_registration = Arc::clone(&environment_registration);
             async move {
-                let registration = desk.current().ok_or(EndReason::ValidationUnavailable)?;
+                let registration = environment_registration
+                    .current()
+                    .ok_or(EndReason::ValidationUnavailable)?;
                 let id = &registration.executor_registration_id;
-                desk.validator.admit(&ask, id).await
+                environment_registration.validator.admit(&ask, id).await
             }
         }
     };
@@ -283,21 +285,21 @@ where
             () = stop.cancelled(), if !stop.is_cancelled() => {}
             () = &mut farewell => return Ok(()),
             error = &mut driver => return Err(match error.source.downcast() {
-                Ok(source) if desk.registered.load(Ordering::Relaxed) => {
+                Ok(source) if environment_registration.registered.load(Ordering::Relaxed) => {
                     RemoteEnvironmentError::Deleted { environment_id, source: *source }
                 }
                 Ok(source) => RemoteEnvironmentError::Registry { environment_id, source: *source },
                 Err(source) => RemoteEnvironmentError::Dial(RelayDialError::fatal(source)),
             }),
             Some(stream) = streams.recv() => {
-                let desk = Arc::clone(&desk);
+                let environment_registration = Arc::clone(&environment_registration);
                 let (harness, ended) = (stream.harness.clone(), stream.ended());
                 let handled = handle(stream);
                 tasks.spawn(async move {
                     let ((), reason) = tokio::join!(handled, ended);
                     if let (EndReason::AuthorizationRevoked, Some(harness)) = (reason, harness) {
                         // The cached validation of this harness is no longer valid.
-                        desk.validator.forget(&harness);
+                        environment_registration.validator.forget(&harness);
                     }
                 });
             }

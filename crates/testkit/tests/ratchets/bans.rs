@@ -288,7 +288,7 @@ fn scan_product() -> FoundUses {
     found
 }
 
-fn collect_sources(folder: &Path, files: &mut Vec<PathBuf>) {
+pub(crate) fn collect_sources(folder: &Path, files: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).expect("folder") {
         let path = entry.expect("entry").path();
         if path.is_dir() {

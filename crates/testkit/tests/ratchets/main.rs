@@ -1,8 +1,8 @@
 //! Rules about the structure of the workspace, with today's exceptions, which may only become fewer.
 //!
 //! `edges` reads `cargo metadata` and `cargo tree`: which crate may depend on which. `bans` reads the sources of the
-//! product: which files may use `std::fs`, `std::env` and error codes of the wire. The remaining ratchets are not
-//! tests: `scripts/plain` (wording) and `scripts/deny` (dependencies).
+//! product: which files may use `std::fs`, `std::env` and error codes of the wire. `names` reads the names of types.
+//! The remaining ratchets are not tests: `scripts/plain` (wording) and `scripts/deny` (dependencies).
 //!
 //! The bans are counted here and not by clippy's `disallowed-methods` for three reasons: almost 200 uses of today would
 //! each need an attribute; an attribute can be added anywhere without touching a list that a reviewer reads; and clippy
@@ -11,3 +11,4 @@
 mod architecture;
 mod bans;
 mod edges;
+mod names;

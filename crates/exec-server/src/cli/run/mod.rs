@@ -1,6 +1,6 @@
 //! `exec-server run`: a command somewhere, as if it ran in this terminal.
 
-mod attend;
+mod drive;
 mod input;
 mod loss;
 mod output;
@@ -27,7 +27,7 @@ use exec_server_sys::watcher::Watcher;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio_util::task::AbortOnDropHandle;
 
-use self::attend::{CommandSignals, CommandStreams, RunEnd, STOP_GRACE, attend};
+use self::drive::{CommandSignals, CommandStreams, RunEnd, STOP_GRACE, drive_command};
 use self::loss::ConnectionLosses;
 use super::args::RunArgs;
 use super::error;
@@ -288,7 +288,7 @@ async fn execute(
         json: args.json,
     };
     let is_connected = losses.is_connected();
-    let outcome = attend(
+    let outcome = drive_command(
         Arc::clone(&process),
         &mut signals,
         streams,

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use super::super::directory::{DirectoryListing, EntryType, ReadError, order, read_first};
 use super::super::open::file_type;
 use super::super::page::{ListingPage, cursor};
-use super::super::{CancelCheck, FsError, at, go_on};
+use super::super::{CancelCheck, FsError, at, check_cancelled};
 use super::{WalkBudget, Walked, check_bounds, is_pruned, open_to_list};
 
 /// Lists a page of a tree: directories and regular files.
@@ -138,7 +138,7 @@ impl PageWalker<'_> {
     /// Lists the entries of the page; returns whether the tree is finished.
     fn list(&mut self) -> Result<bool, FsError> {
         while let Some(depth) = self.levels.len().checked_sub(1) {
-            go_on(self.cancelled)?;
+            check_cancelled(self.cancelled)?;
             let level = &mut self.levels[depth];
             let Some((name, kind)) = level.names.get(level.position) else {
                 if level.cut {
@@ -148,7 +148,7 @@ impl PageWalker<'_> {
                 continue;
             };
             let bytes = level.directory.as_os_str().len() + 1 + name.len();
-            if self.listed == self.limit || !self.budget.afford(bytes) {
+            if self.listed == self.limit || !self.budget.charge(bytes) {
                 return Ok(false);
             }
             level.position += 1;

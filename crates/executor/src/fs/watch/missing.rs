@@ -20,7 +20,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use super::WatchError;
-use super::tree::{init, is_gone};
+use super::tree::{init, is_unwatchable};
 
 /// Wait for one of several missing paths to appear, or for an existing path to change.
 #[derive(Debug)]
@@ -86,7 +86,7 @@ impl MissingPathWait {
         if let Some(path) = present {
             let descriptor = match inotify::add_watch(watch.inotify.get_ref(), &path, PRESENT) {
                 Ok(descriptor) => descriptor,
-                Err(error) if is_gone(error) => return Ok(None),
+                Err(error) if is_unwatchable(error) => return Ok(None),
                 Err(error) => return Err(WatchError::register(&path, error)),
             };
             let Some(identity) = identity(&path) else {
@@ -189,7 +189,7 @@ impl MissingPathWait {
                         let names = self.names.entry(descriptor).or_default();
                         names.extend(below.file_name().map(OsStr::to_owned));
                     }
-                    Err(error) if is_gone(error) => {}
+                    Err(error) if is_unwatchable(error) => {}
                     Err(error) => return Err(WatchError::register(directory, error)),
                 }
                 below = directory;

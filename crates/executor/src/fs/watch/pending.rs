@@ -97,11 +97,11 @@ const MIN_HOLES: usize = 1024;
 
 impl PendingChanges {
     /// Records a change.
-    pub(super) fn record(&mut self, happening: ReportedChange<'_>) {
+    pub(super) fn record(&mut self, reported: ReportedChange<'_>) {
         if self.overflow {
             return;
         }
-        match happening {
+        match reported {
             ReportedChange::Created { path, replaced } => self.created(path, replaced),
             ReportedChange::Modified(path) => self.modified(path),
             ReportedChange::Removed { path, tree: false } => self.removed(path),
@@ -362,10 +362,10 @@ mod tests {
         told
     }
 
-    fn after(happenings: &[ReportedChange<'_>]) -> Vec<String> {
+    fn after(reported_changes: &[ReportedChange<'_>]) -> Vec<String> {
         let mut pending = PendingChanges::default();
-        for happening in happenings {
-            pending.record(*happening);
+        for reported in reported_changes {
+            pending.record(*reported);
         }
         let told = told(&mut pending);
         assert!(pending.is_empty() && pending.bytes == 0 && pending.latest.is_empty());
@@ -562,11 +562,11 @@ mod tests {
                 match step {
                     ModelStep::Write(d, f) => {
                         let path = name(d, f);
-                        let happening = match real.insert(path.clone(), version) {
+                        let reported = match real.insert(path.clone(), version) {
                             None => created(&path),
                             Some(_) => modified(&path),
                         };
-                        pending.record(happening);
+                        pending.record(reported);
                     }
                     ModelStep::MoveIn(d, f) => {
                         let path = name(d, f);

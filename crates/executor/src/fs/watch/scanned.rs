@@ -25,7 +25,7 @@ pub(super) struct ScannedPaths {
 struct PathSet {
     paths: BTreeSet<PathBuf>,
     /// `paths` is incomplete.
-    vague: bool,
+    repeating: bool,
 }
 
 /// Whether an existing entry was already reported.
@@ -62,13 +62,13 @@ impl ScannedPaths {
         if self.aging.paths.contains(path) || self.recent.paths.contains(path) {
             return EntryNovelty::Known;
         }
-        let vague = self.is_vague();
+        let repeating = self.may_repeat();
         if self.recent.paths.len() < MAX_PATHS {
             self.recent.paths.insert(path.to_owned());
         } else {
-            self.recent.vague = true;
+            self.recent.repeating = true;
         }
-        if vague {
+        if repeating {
             EntryNovelty::Vague
         } else {
             EntryNovelty::New
@@ -76,8 +76,8 @@ impl ScannedPaths {
     }
 
     /// Events from here to the end of the queue may repeat entries that were already reported.
-    pub(super) fn doubt(&mut self) {
-        self.recent.vague = true;
+    pub(super) fn mark_uncertain(&mut self) {
+        self.recent.repeating = true;
     }
 
     /// Handles an event that an entry was created at this path.
@@ -85,7 +85,7 @@ impl ScannedPaths {
         // Only once: the next such event is about another entry.
         if self.recent.paths.remove(path) | self.aging.paths.remove(path) {
             EntryNovelty::Known
-        } else if self.is_vague() {
+        } else if self.may_repeat() {
             EntryNovelty::Vague
         } else {
             EntryNovelty::New
@@ -109,13 +109,13 @@ impl ScannedPaths {
         }
     }
 
-    fn is_vague(&self) -> bool {
-        self.recent.vague || self.aging.vague
+    fn may_repeat(&self) -> bool {
+        self.recent.repeating || self.aging.repeating
     }
 
     /// Whether another read of the queue would release remembered paths.
     pub(super) fn is_waiting(&self) -> bool {
-        self.recent.vague || !self.recent.paths.is_empty()
+        self.recent.repeating || !self.recent.paths.is_empty()
     }
 
     /// Drops everything that is remembered.

@@ -109,7 +109,7 @@ impl TestSubscriber {
     }
 
     /// Creates files until one is reported: after a loss there may be another, which covers them.
-    fn goes_on(&mut self) {
+    fn wants_more(&mut self) {
         for number in 0.. {
             self.told.clear();
             let name = format!("after{number}");
@@ -315,8 +315,8 @@ struct ConcurrentCreator {
 }
 
 impl ChangeReceiver for ConcurrentCreator {
-    fn tell(&self, happening: ReportedChange<'_>) {
-        if let ReportedChange::Created { path, .. } = happening
+    fn tell(&self, reported: ReportedChange<'_>) {
+        if let ReportedChange::Created { path, .. } = reported
             && path.parent().is_some_and(|parent| parent.ends_with("new"))
         {
             let mut first = self.first.lock();
@@ -325,7 +325,7 @@ impl ChangeReceiver for ConcurrentCreator {
                 Some(first) => fs::write(first.join("file"), "").unwrap(),
             }
         }
-        self.pending.lock().record(happening);
+        self.pending.lock().record(reported);
     }
 }
 
@@ -498,17 +498,17 @@ fn shared_tree_ends_with_its_last_subscriber() {
     let mut two = TestSubscriber::new(&hub, dir.path(), dir.path(), &plain);
     let other = TestSubscriber::new(&hub, dir.path(), dir.path(), &ignoring(true, &[]));
     assert!(Arc::ptr_eq(
-        &one.subscription.trunk,
-        &two.subscription.trunk
+        &one.subscription.shared_tree,
+        &two.subscription.shared_tree
     ));
     assert!(!Arc::ptr_eq(
-        &one.subscription.trunk,
-        &other.subscription.trunk
+        &one.subscription.shared_tree,
+        &other.subscription.shared_tree
     ));
     fs::write(dir.path().join("x"), "").unwrap();
     one.until("+x");
     two.until("+x");
-    let shared = Arc::downgrade(&one.subscription.trunk.shared);
+    let shared = Arc::downgrade(&one.subscription.shared_tree.shared);
     drop(one);
     fs::write(dir.path().join("y"), "").unwrap();
     two.until("+y");
@@ -544,7 +544,7 @@ fn burst_is_delivered_completely_or_as_overflow() {
     }
     let told: BTreeSet<String> = seen.told.drain(..).collect();
     assert!(told.contains("lost") || told.is_superset(&expected));
-    seen.goes_on();
+    seen.wants_more();
 }
 
 #[test]
@@ -558,7 +558,7 @@ fn slow_subscriber_receives_overflow() {
         fs::rename(&two, &one).unwrap();
     }
     seen.until("lost");
-    seen.goes_on();
+    seen.wants_more();
 }
 
 #[test]

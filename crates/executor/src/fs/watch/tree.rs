@@ -31,7 +31,7 @@ use super::scanned::{EntryNovelty, ScannedPaths};
 /// Receiver of changes.
 pub(super) trait ChangeReceiver {
     /// Receives one change.
-    fn tell(&self, happening: ReportedChange<'_>);
+    fn tell(&self, reported: ReportedChange<'_>);
 }
 
 /// Target of a watch.
@@ -271,7 +271,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
 
     fn handle(&mut self, event: &InotifyEvent) {
         if event.mask.contains(ReadFlags::QUEUE_OVERFLOW) {
-            self.lose();
+            self.record_loss();
             return;
         }
         if let Some(leads) = self.anchors.get(&event.descriptor) {
@@ -280,7 +280,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
                 self.anchors.remove(&event.descriptor);
             }
             if concerns {
-                self.look_at_base();
+                self.check_base();
             }
             return;
         }
@@ -290,7 +290,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
         let itself = ReadFlags::IGNORED | ReadFlags::DELETE_SELF | ReadFlags::MOVE_SELF;
         if event.mask.intersects(itself) {
             if node == BASE {
-                self.look_at_base();
+                self.check_base();
             } else if event.mask.contains(ReadFlags::IGNORED) {
                 self.forget(node);
             }
@@ -449,7 +449,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
         if let Err(error) = scanned {
             tracing::warn!(%error, "cannot watch a new directory");
             // Try once more, with the whole tree.
-            self.lose();
+            self.record_loss();
         }
     }
 
@@ -460,12 +460,12 @@ impl<T: ChangeReceiver> WatchedTree<T> {
         }
         if let Err(error) = self.scan(node, ScanMode::Refresh) {
             tracing::warn!(%error, "cannot watch directories that are no longer ignored");
-            self.lose();
+            self.record_loss();
         }
     }
 
     /// Checks whether the base is still the registered directory, and registers the new one if not.
-    fn look_at_base(&mut self) {
+    fn check_base(&mut self) {
         // The kernel has to answer this: a recreated directory may have the device and inode of the
         // old one.
         let found = inotify::add_watch(&self.inotify, &self.target.base, EVENTS).ok();
@@ -482,12 +482,12 @@ impl<T: ChangeReceiver> WatchedTree<T> {
         }
         if let Err(error) = self.establish(ScanMode::Tell) {
             tracing::warn!(%error, "cannot watch the replacement of a watched directory");
-            self.lose();
+            self.record_loss();
         }
     }
 
     /// Records that events were lost.
-    fn lose(&mut self) {
+    fn record_loss(&mut self) {
         self.lost.get_or_insert_with(Instant::now);
     }
 
@@ -560,7 +560,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
                     anchors.insert(descriptor, name);
                     near += 1;
                 }
-                Err(error) if is_gone(error) => {}
+                Err(error) if is_unwatchable(error) => {}
                 Err(error) => return Err(WatchError::register(directory, error)),
             }
             below = directory;
@@ -577,7 +577,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
     ) -> Result<RegistrationResult, WatchError> {
         let descriptor = match inotify::add_watch(&self.inotify, path, EVENTS) {
             Ok(descriptor) => descriptor,
-            Err(error) if is_gone(error) => return Ok(RegistrationResult::Gone),
+            Err(error) if is_unwatchable(error) => return Ok(RegistrationResult::Gone),
             Err(error) => return Err(WatchError::register(path, error)),
         };
         if self.anchors.contains_key(&descriptor) {
@@ -593,7 +593,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
                 self.detach(known);
                 self.attach(known, parent, name);
                 // Scans reported its content at another path.
-                self.scanned.doubt();
+                self.scanned.mark_uncertain();
             }
             return Ok(RegistrationResult::Known(known));
         }
@@ -632,7 +632,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
     fn scan(&mut self, from: u32, scan: ScanMode) -> Result<(), WatchError> {
         if scan != ScanMode::Tell {
             // This scan may see entries whose events are still queued.
-            self.scanned.doubt();
+            self.scanned.mark_uncertain();
         }
         let mut stack = vec![(from, scan)];
         while let Some((node, scan)) = stack.pop() {
@@ -863,7 +863,7 @@ impl EventBuffer {
 
 /// Whether the error means that the path cannot be watched: it does not exist, is not a directory,
 /// or access is denied.
-pub(super) fn is_gone(error: Errno) -> bool {
+pub(super) fn is_unwatchable(error: Errno) -> bool {
     matches!(
         error,
         Errno::NOENT | Errno::NOTDIR | Errno::ACCESS | Errno::LOOP | Errno::PERM

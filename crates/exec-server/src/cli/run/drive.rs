@@ -118,8 +118,8 @@ pub(super) struct CommandStreams {
     pub(super) json: bool,
 }
 
-/// The command that this program attends to.
-pub(super) struct AttendedCommand {
+/// The command that this program forwards to and from.
+pub(super) struct DrivenCommand {
     process: Arc<dyn ExecProcess>,
     streams: CommandStreams,
     /// False while the connection is lost.
@@ -138,7 +138,7 @@ pub(super) struct AttendedCommand {
 }
 
 /// Carries input, output and signals until the command has ended, or this program is to end.
-pub(super) async fn attend(
+pub(super) async fn drive_command(
     process: Arc<dyn ExecProcess>,
     signals: &mut CommandSignals,
     streams: CommandStreams,
@@ -158,7 +158,7 @@ pub(super) async fn attend(
     } else {
         keys.end();
     }
-    let mut attended = AttendedCommand {
+    let mut driven = DrivenCommand {
         process,
         streams,
         is_connected,
@@ -171,7 +171,7 @@ pub(super) async fn attend(
         stop: None,
     };
     let ended = loop {
-        let step = attended.step(&mut events, signals, &mut escapes).await;
+        let step = driven.step(&mut events, signals, &mut escapes).await;
         match step {
             Ok(None) => {}
             Ok(Some(end)) => break Ok(end),
@@ -196,7 +196,7 @@ async fn next_escape(escapes: &mut Option<EscapeReceiver>) -> Escape {
     std::future::pending().await
 }
 
-impl AttendedCommand {
+impl DrivenCommand {
     /// Handles the next thing that happens.
     async fn step(
         &mut self,
