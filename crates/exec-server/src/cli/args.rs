@@ -894,10 +894,6 @@ pub(super) struct OidcArgs {
 
 // Several rendezvous servers that act as one. The options exist in every build, so that one without
 // the feature can report what is missing.
-#[cfg_attr(
-    not(feature = "fleet"),
-    expect(dead_code, reason = "only `--nats` itself is read, to refuse it")
-)]
 #[derive(Debug, Clone, Default, clap::Args)]
 #[command(next_help_heading = "Cluster")]
 pub(super) struct NatsArgs {

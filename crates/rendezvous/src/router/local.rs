@@ -31,6 +31,7 @@ use super::{
     ExecutorIdentity, ForwardOutcome, FrameKind, HarnessIdentity, NodeStatus, Router, Uplink,
 };
 use crate::mailbox::{Mailbox, MailboxBacklog};
+#[cfg(feature = "fleet")]
 use crate::tenants;
 
 /// Limits of a router.

@@ -268,6 +268,8 @@ fn cargo(arguments: &[&str]) -> String {
     let output = Command::new(std::env::var("CARGO").expect("set by cargo"))
         .args(arguments)
         .current_dir(env!("CARGO_MANIFEST_DIR"))
+        // The features that a user gets, even if those of the workspace are united for this build.
+        .env_remove("CARGO_RESOLVER_FEATURE_UNIFICATION")
         .output()
         .expect("cargo");
     let errors = String::from_utf8_lossy(&output.stderr);
