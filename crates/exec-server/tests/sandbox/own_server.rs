@@ -1,6 +1,6 @@
 //! A sandboxed process cannot use the server that sandboxes it, by any way that its policy leaves.
 
-use exec_server_testkit::wire::{StartBuilder, TestedServer, Transport};
+use exec_server_testkit::wire::{TestedServer, Transport};
 use serde_json::{Value, json};
 use tokio::process::Command;
 
