@@ -1,7 +1,8 @@
-//! Out-of-memory score and open-file limit of the server, and their original values for its
-//! children.
+//! Properties of the server's own process: its out-of-memory score and open-file limit, with their
+//! original values for its children, and what other processes of its user can read of it.
 
-use std::ffi::c_void;
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::io;
 use std::ptr;
 use std::sync::OnceLock;
 
@@ -18,8 +19,14 @@ static OPEN_FILES: OnceLock<(u64, u64)> = OnceLock::new();
 /// Lowers this process's out-of-memory score, so that the kernel kills other processes first.
 /// Children start with the original score. Returns whether the kernel allowed it, which requires a
 /// privilege.
+///
+/// Only for root: the files in `/proc` of a process that is [hidden](hide_from_other_processes)
+/// belong to root, so that the children of another user could not get the original score back.
 pub fn protect_from_lack_of_memory() -> bool {
     const FILE: &str = "/proc/self/oom_score_adj";
+    if !rustix::process::geteuid().is_root() {
+        return false;
+    }
     let Ok(before) = std::fs::read_to_string(FILE) else {
         return false;
     };
@@ -51,6 +58,68 @@ pub fn raise_open_files() -> u64 {
     }
     let _ = OPEN_FILES.set(before);
     limit.rlim_cur
+}
+
+/// Prevents other processes of this user from reading memory, environment and descriptors of this
+/// process through `/proc`, and from tracing it; processes with the capability to trace any process
+/// still can. This process leaves no core dumps. Its future children inherit this until they execute
+/// a program.
+///
+/// # Errors
+///
+/// If the kernel refuses.
+pub fn hide_from_other_processes() -> io::Result<()> {
+    Ok(rustix::process::set_dumpable_behavior(
+        rustix::process::DumpableBehavior::NotDumpable,
+    )?)
+}
+
+unsafe extern "C" {
+    /// The environment of this program.
+    static environ: *const *mut c_char;
+}
+
+/// Removes variables from the environment of this program and overwrites their values, also in the
+/// memory that `/proc/PID/environ` shows. Does nothing for variables that are not set.
+///
+/// # Panics
+///
+/// If this process has more than one thread: another one could read the environment meanwhile.
+pub fn erase_variables(names: &[&str]) {
+    let threads = std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
+    assert!(
+        threads == 1,
+        "variables must be erased before any thread is started"
+    );
+    // SAFETY: this process has a single thread, so nothing changes the environment meanwhile. The
+    // array ends with a null pointer, and each entry is a NUL-terminated string in memory that is
+    // writable: the kernel's initial stack, or an allocation of the C library. Only bytes of the
+    // value are overwritten, within the string.
+    unsafe {
+        let mut entry = environ;
+        while !entry.is_null() && !(*entry).is_null() {
+            let text: *mut c_char = *entry;
+            let bytes = CStr::from_ptr(text).to_bytes();
+            let length = bytes.len();
+            let name = bytes
+                .iter()
+                .position(|&byte| byte == b'=')
+                .unwrap_or(length);
+            if names.iter().any(|one| one.as_bytes() == &bytes[..name]) {
+                for at in name + 1..length {
+                    ptr::write_volatile(text.add(at), b'x' as c_char);
+                }
+            }
+            entry = entry.add(1);
+        }
+    }
+    for name in names {
+        let Ok(name) = CString::new(*name) else {
+            continue;
+        };
+        // SAFETY: a NUL-terminated name; this process has a single thread.
+        unsafe { libc::unsetenv(name.as_ptr()) };
+    }
 }
 
 /// Restores the original score and limit in a child.
