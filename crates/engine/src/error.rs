@@ -21,7 +21,8 @@ pub struct ApiError {
     pub code: i64,
     /// Description of the failure.
     pub message: String,
-    /// Whether the request failed because its policy is not or cannot be enforced.
+    /// Whether the request was refused because its policy is not or cannot be enforced, or because
+    /// its path is out of reach of file requests.
     pub is_refusal: bool,
 }
 
@@ -98,7 +99,10 @@ impl From<StartError> for ApiError {
 impl From<FsError> for ApiError {
     fn from(error: FsError) -> Self {
         let message = error.to_string();
-        let is_refusal = matches!(error, FsError::Unenforceable(_) | FsError::Policy(_));
+        let is_refusal = matches!(
+            error,
+            FsError::Unenforceable(_) | FsError::Policy(_) | FsError::Protected(_)
+        );
         let code = match error {
             FsError::Io { source, .. } => io_code(&source),
             FsError::Symlink {

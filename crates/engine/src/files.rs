@@ -84,6 +84,7 @@ impl FileOpening {
 pub struct WatchStart {
     hub: Arc<WatchHub>,
     path: PathBuf,
+    files: PolicyFiles,
 }
 
 impl WatchStart {
@@ -91,7 +92,8 @@ impl WatchStart {
     ///
     /// # Errors
     ///
-    /// When the path does not exist, a pattern is invalid, or a limit is reached.
+    /// When the path does not exist, a pattern is invalid, a limit is reached, or the policy does
+    /// not allow the watch.
     pub fn run(
         self,
         recursive: bool,
@@ -99,6 +101,7 @@ impl WatchStart {
         debounce: Duration,
         cancelled: &Arc<AtomicBool>,
     ) -> Result<WatchSubscription, ApiError> {
+        self.files.check_watch(&self.path)?;
         Ok(self
             .hub
             .watch(&self.path, recursive, ignore, debounce, cancelled)?)
@@ -143,9 +146,8 @@ impl Engine {
     /// When the path is not valid on this machine, or the policy does not allow reading everything.
     pub fn watch(&self, path: &PathUri, sandbox: Option<Sandbox>) -> Result<WatchStart, ApiError> {
         let (path, files) = self.place(path, sandbox, FileIntent::Read)?;
-        files.check_watchable()?;
         let hub = Arc::clone(&self.hub);
-        Ok(WatchStart { hub, path })
+        Ok(WatchStart { hub, path, files })
     }
 
     /// Returns the native path, and how files are accessed under the policy.

@@ -240,6 +240,7 @@ pub fn resolve(
     sandbox: &Sandbox,
     context: &PolicyDirectories<'_>,
 ) -> Result<ResolvedPolicy, PolicyError> {
+    sandbox.cwd.as_ref().map(native).transpose()?;
     let (entries, depth, network) = match &sandbox.permissions {
         Permissions::Disabled => {
             return Ok(ResolvedPolicy {

@@ -142,6 +142,14 @@ impl Audit {
         }));
     }
 
+    /// Records a file request that was refused because of its policy or its path.
+    pub(crate) fn file_refused(&self, identity: &ClientIdentity, reason: &str) {
+        self.journal.append(&json!({
+            "time": now(), "event": "fileRefused", "identity": &*identity.name,
+            "reason": self.clean(reason),
+        }));
+    }
+
     /// Returns an argument as it may be written: shortened and redacted.
     fn clean(&self, argument: &str) -> String {
         let mut cut = argument.len().min(MAX_ARGUMENT_BYTES);

@@ -104,6 +104,15 @@ impl HandshakePhase {
 }
 
 impl Connection {
+    /// Records a refused file request in the audit log.
+    pub(crate) fn audit_file_refusal(&self, error: &ApiError) {
+        if error.is_refusal
+            && let Some(audit) = self.server.audit()
+        {
+            audit.file_refused(&self.identity, &error.message);
+        }
+    }
+
     pub(crate) fn driver(&self) -> SessionDriver {
         SessionDriver {
             outbox: Arc::clone(&self.outbox),

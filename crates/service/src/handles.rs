@@ -241,6 +241,7 @@ impl FileHandle {
                     Some(file)
                 }
                 Err(error) => {
+                    connection.audit_file_refusal(&error);
                     self.forget(connection);
                     responder.send_error(error);
                     None

@@ -15,6 +15,7 @@ use tokio::process::Command;
 
 mod attacker;
 mod attacks;
+mod equality;
 mod files;
 mod managed;
 mod network;

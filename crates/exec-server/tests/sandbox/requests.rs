@@ -381,6 +381,12 @@ async fn file_requests_cannot_change_protected_names(user: ServerUser) {
         ("fs/createDirectory", ".agents/x", json!({})),
         ("fs/remove", ".git", json!({})),
         ("fs/setMetadata", ".aws", json!({"mode": 0o777})),
+        // To another mount of the view: a copy would stay if the source cannot be removed.
+        (
+            "fs/rename",
+            ".git/config",
+            json!({"to": uri(&work.join("stolen")), "overwrite": true}),
+        ),
         (
             "fs/rename",
             ".git",
@@ -690,17 +696,19 @@ async fn policies_without_file_restrictions_start_no_helper(user: ServerUser) {
             .await
             .unwrap();
     }
+    assert!(fixture.helpers().await.is_empty());
     let found = fixture
         .fs(&read_only(), "fs/readFile", &file, json!({}))
         .await
         .unwrap();
     assert_eq!(bytes(&found["dataBase64"]), b"x");
+    assert_eq!(fixture.helpers().await.len(), 1);
+    // A watch runs in the server, if the policy lets everything be read.
     let watch = json!({"watchId": "w"});
     fixture
         .fs(&read_only(), "fs/watch", &fixture.path("other"), watch)
         .await
         .unwrap();
-    assert!(fixture.helpers().await.is_empty());
 }
 
 async fn file_requests_reject_invalid_policies(user: ServerUser) {
@@ -717,6 +725,20 @@ async fn file_requests_reject_invalid_policies(user: ServerUser) {
         message.contains("invalid sandbox permission path URI"),
         "{message}"
     );
+    let mut foreign = read_only();
+    foreign["cwd"] = json!("file:///C:/x");
+    for sandbox in [
+        foreign.clone(),
+        json!({"windowsSandboxLevel": "disabled", "permissions": {"type": "disabled"},
+            "cwd": "file:///C:/x"}),
+    ] {
+        let code = fixture
+            .code(&sandbox, "fs/readFile", &file, json!({}))
+            .await;
+        assert_eq!(code, INVALID_PARAMS);
+    }
+    let refused = fixture.refused(&foreign, &["true"]).await;
+    assert_eq!(refused.code, INVALID_PARAMS, "{refused}");
     let data = json!({"dataBase64": chunk("x")});
     let (code, message) = fixture
         .fs(&fixture.workspace(), "fs/writeFile", &file, data)

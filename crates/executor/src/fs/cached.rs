@@ -15,6 +15,7 @@ use exec_server_sync::RwLock;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, Statx, StatxFlags};
 use rustix::io::{Errno, ReadWriteFlags};
 
+use super::protected::is_ordinary;
 use super::{FsError, PathMetadata, SymlinkPolicy, at};
 
 /// Local filesystems that cache what is in use: bcachefs, btrfs, erofs, ext2 to 4, f2fs, overlayfs,
@@ -68,7 +69,7 @@ fn is_known(found: &Statx) -> bool {
 
 fn resolve(links: SymlinkPolicy) -> ResolveFlags {
     match links {
-        SymlinkPolicy::Follow => ResolveFlags::CACHED,
+        SymlinkPolicy::Follow => ResolveFlags::CACHED | ResolveFlags::NO_MAGICLINKS,
         SymlinkPolicy::Refuse => ResolveFlags::CACHED | ResolveFlags::NO_SYMLINKS,
     }
 }
@@ -76,8 +77,12 @@ fn resolve(links: SymlinkPolicy) -> ResolveFlags {
 fn stat_at_once(fd: impl std::os::fd::AsFd) -> Option<Statx> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
-    let found = rustix::fs::statx(fd, c"", flags, wanted).ok()?;
-    is_known(&found).then_some(found)
+    let found = rustix::fs::statx(&fd, c"", flags, wanted).ok()?;
+    let device = rustix::fs::makedev(found.stx_dev_major, found.stx_dev_minor);
+    let changed = (found.stx_ctime.tv_sec, found.stx_ctime.tv_nsec.into());
+    // The blocking function reports a protected file.
+    let is_usable = is_known(&found) && is_ordinary((device, found.stx_ino), changed, &fd);
+    is_usable.then_some(found)
 }
 
 /// Same as [`metadata`](fn@super::metadata), if the answer is cached.

@@ -3,6 +3,7 @@
 use std::cmp::Ordering;
 use std::ffi::{CStr, OsStr};
 use std::fs;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Component, Path, PathBuf};
@@ -17,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use super::open::{file_type, is_link, link, open, parent};
 use super::page::{ListingPage, cursor};
-use super::{CancelCheck, FsError, LinkPosition, SymlinkPolicy, at};
+use super::{CancelCheck, FsError, LinkPosition, SymlinkPolicy, at, protected};
 
 /// Maximum number of names in one response.
 pub const MAX_DIRECTORY_ENTRIES: usize = 50_000;
@@ -417,6 +418,7 @@ fn through(
 ///
 /// Any IO error.
 pub fn canonicalize(path: &Path) -> Result<PathBuf, FsError> {
+    open(path, OFlags::PATH, Mode::empty(), SymlinkPolicy::Follow)?;
     fs::canonicalize(path).map_err(at(path))
 }
 
@@ -427,11 +429,12 @@ pub fn canonicalize(path: &Path) -> Result<PathBuf, FsError> {
 /// [`FsError::Symlink`] when links are refused and the path contains one, or an IO error.
 pub fn create_directory(path: &Path, recursive: bool, links: SymlinkPolicy) -> Result<(), FsError> {
     match (links, recursive) {
-        (SymlinkPolicy::Follow, true) => fs::create_dir_all(path).map_err(at(path)),
-        (SymlinkPolicy::Follow, false) => fs::create_dir(path).map_err(at(path)),
+        (SymlinkPolicy::Follow, true) => create_all(path),
+        (SymlinkPolicy::Follow, false) => create_following(path),
         (SymlinkPolicy::Refuse, true) => create_stepwise(path),
         (SymlinkPolicy::Refuse, false) => {
             let (directory, name) = parent(path, links)?;
+            protected::check_entry(&directory, name, path)?;
             match rustix::fs::mkdirat(&directory, name, NEW_MODE) {
                 Err(Errno::EXIST) if is_link(&directory, name) => {
                     Err(link(path, LinkPosition::Leaf))
@@ -440,6 +443,56 @@ pub fn create_directory(path: &Path, recursive: bool, links: SymlinkPolicy) -> R
             }
         }
     }
+}
+
+/// Creates a directory in an existing one.
+pub(super) fn create_following(path: &Path) -> Result<(), FsError> {
+    let Some(_) = path.file_name() else {
+        // The root, which exists.
+        return Err(at(path)(Errno::EXIST));
+    };
+    let (directory, name) = parent(path, SymlinkPolicy::Follow)?;
+    protected::check_entry(&directory, name, path)?;
+    rustix::fs::mkdirat(&directory, name, NEW_MODE).map_err(at(path))
+}
+
+/// Creates a directory and its missing parents.
+pub(super) fn create_all(path: &Path) -> Result<(), FsError> {
+    let exists = |path: &Path| {
+        let flags = OFlags::PATH | OFlags::DIRECTORY;
+        open(path, flags, Mode::empty(), SymlinkPolicy::Follow).map(drop)
+    };
+    let mut missing = Vec::new();
+    for directory in path.ancestors() {
+        match exists(directory) {
+            Err(FsError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                missing.push(directory);
+            }
+            // The attempt to create something in it reports what it is.
+            Err(FsError::Io { source, .. }) if source.kind() == io::ErrorKind::NotADirectory => {
+                missing.push(directory);
+                if directory != path {
+                    return Err(at(path)(source));
+                }
+                break;
+            }
+            found => {
+                found?;
+                break;
+            }
+        }
+    }
+    for directory in missing.into_iter().rev() {
+        match create_following(directory) {
+            Ok(()) => {}
+            // Another process created it meanwhile, or it is a link to a missing directory.
+            Err(FsError::Io { source, .. })
+                if source.kind() == io::ErrorKind::AlreadyExists && exists(directory).is_ok() => {}
+            Err(FsError::Io { source, .. }) => return Err(at(path)(source)),
+            Err(other) => return Err(other),
+        }
+    }
+    Ok(())
 }
 
 /// Mode of new directories, before the umask.
@@ -458,6 +511,7 @@ fn create_stepwise(path: &Path) -> Result<(), FsError> {
         let last = steps.peek().is_none();
         let mut opened = rustix::fs::openat(&directory, name, flags, Mode::empty());
         if matches!(opened, Err(Errno::NOENT)) {
+            protected::check_entry(&directory, name, path)?;
             match rustix::fs::mkdirat(&directory, name, NEW_MODE) {
                 // Another process created it meanwhile.
                 Ok(()) | Err(Errno::EXIST) => {}
@@ -481,6 +535,7 @@ fn create_stepwise(path: &Path) -> Result<(), FsError> {
             Err(Errno::NOTDIR) if last => return Err(at(path)(Errno::EXIST)),
             Err(error) => return Err(at(path)(error)),
         };
+        protected::check(&directory, path, flags)?;
     }
     Ok(())
 }

@@ -16,7 +16,7 @@ use sha2::{Digest as _, Sha256};
 use super::metadata::modified;
 use super::open::open;
 use super::replace::{Replacement, ReplacementDescription, WriteTarget, target};
-use super::{CancelCheck, FsError, NewAttributes, SymlinkPolicy, at, check_cancelled};
+use super::{CancelCheck, FsError, NewAttributes, SymlinkPolicy, at, check_cancelled, protected};
 use crate::sandbox::files::ConfinedFiles;
 
 /// Opens a regular file for reading.
@@ -111,6 +111,7 @@ pub fn write_file(
     else {
         return write_in_place(path, data, links, attributes, OFlags::empty());
     };
+    protected::check_entry(&directory, &name, path)?;
     let replaced = (|| {
         let mut replacement = Replacement::begin(directory, &name, existing.as_ref())?;
         if let Some(mode) = attributes.mode {
@@ -146,7 +147,11 @@ fn write_in_place(
     attributes: NewAttributes,
     flags: OFlags,
 ) -> Result<(), FsError> {
-    let file = open(path, OFlags::WRONLY | flags, Mode::empty(), links)?;
+    // The file is emptied only after it was checked.
+    let file = open(path, OFlags::WRONLY, Mode::empty(), links)?;
+    if flags.contains(OFlags::TRUNC) && file.metadata().map_err(at(path))?.is_file() {
+        file.set_len(0).map_err(at(path))?;
+    }
     (&file).write_all(data).map_err(at(path))?;
     if let Some(mode) = attributes.mode {
         rustix::fs::fchmod(&file, Mode::from_raw_mode(mode & 0o7777)).map_err(at(path))?;
@@ -205,6 +210,7 @@ impl OpenFile {
                     name,
                     existing,
                 } => {
+                    protected::check_entry(&directory, &name, path)?;
                     let begun = Replacement::begin(directory, &name, existing.as_ref());
                     OpenAccess::Aside(begun.map_err(at(path))?)
                 }
@@ -346,13 +352,22 @@ fn create_in_place(path: &Path) -> Result<File, FsError> {
     if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
         return Err(FsError::NotAFile(path.to_owned()));
     }
-    let flags = OFlags::WRONLY | OFlags::CREATE;
-    let file = open(
-        path,
-        flags,
-        Mode::from_raw_mode(0o666),
-        SymlinkPolicy::Follow,
-    )?;
+    match open(path, OFlags::WRONLY, Mode::empty(), SymlinkPolicy::Follow) {
+        Err(FsError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+        opened => return regular(opened?, path),
+    }
+    let WriteTarget::File {
+        directory, name, ..
+    } = target(path, SymlinkPolicy::Follow)?
+    else {
+        return Err(FsError::NotAFile(path.to_owned()));
+    };
+    protected::check_entry(&directory, &name, path)?;
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let made = rustix::fs::openat(&directory, &name, flags, Mode::from_raw_mode(0o666));
+    let file = File::from(made.map_err(at(path))?);
+    protected::check(&file, path, flags)?;
     regular(file, path)
 }
 
@@ -507,14 +522,16 @@ mod tests {
     }
 
     #[test]
-    fn deleted_file_is_written_in_place() {
+    fn descriptors_of_this_process_are_out_of_reach() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("f");
         fs::write(&path, "longer than before").unwrap();
         let held = fs::OpenOptions::new().write(true).open(&path).unwrap();
         fs::remove_file(&path).unwrap();
         let magic = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&held));
-        write(Path::new(&magic), b"new", SymlinkPolicy::Follow).unwrap();
+        let refused = write(Path::new(&magic), b"new", SymlinkPolicy::Follow);
+        assert!(matches!(refused, Err(FsError::Protected(_))), "{refused:?}");
+        assert_eq!(held.metadata().unwrap().len(), 18);
         assert_eq!(names(dir.path()), [""; 0]);
     }
 

@@ -4,7 +4,6 @@
 //! place of a rules file is ignored, and only the beginning of a long file is read: reading rules
 //! never blocks on a peer.
 
-use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,6 +11,9 @@ use std::sync::Arc;
 use ignore::Match;
 use ignore::gitignore::{Gitignore, GitignoreBuilder};
 use rustix::fs::{Mode, OFlags};
+
+use super::SymlinkPolicy;
+use super::open::open;
 
 /// Rules of one directory and of its parents; directories without rules share them.
 #[derive(Debug)]
@@ -121,8 +123,8 @@ fn read(
 
 /// Does not follow links, as git does, and does not wait for a pipe.
 fn content(path: &Path) -> Option<String> {
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
-    let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW;
+    let file = open(path, flags, Mode::empty(), SymlinkPolicy::Follow).ok()?;
     if !file.metadata().ok()?.is_file() {
         return None;
     }

@@ -1,15 +1,17 @@
 //! File metadata: read and set mode, owner, times and link targets.
 
+use std::ffi::OsString;
 use std::fs;
 use std::os::fd::AsRawFd as _;
+use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, Timespec, Timestamps};
 
-use super::open::open;
-use super::{FsError, SymlinkPolicy, at};
+use super::open::{open, parent};
+use super::{FsError, SymlinkPolicy, at, protected};
 
 /// Metadata of a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -81,10 +83,13 @@ pub(crate) fn entry(path: &Path, links: SymlinkPolicy) -> Result<fs::File, FsErr
 pub fn metadata(path: &Path, links: SymlinkPolicy) -> Result<PathMetadata, FsError> {
     let (found, symlink_target) = match links {
         SymlinkPolicy::Follow => {
-            let found = fs::symlink_metadata(path).map_err(at(path))?;
+            let entry = open(path, OFlags::PATH | OFlags::NOFOLLOW, Mode::empty(), links)?;
+            let found = entry.metadata().map_err(at(path))?;
             if found.is_symlink() {
-                let target = fs::read_link(path).map_err(at(path))?;
-                (fs::metadata(path).map_err(at(path))?, Some(target))
+                let target = rustix::fs::readlinkat(&entry, c"", Vec::new()).map_err(at(path))?;
+                let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
+                let file = open(path, OFlags::PATH, Mode::empty(), links)?;
+                (file.metadata().map_err(at(path))?, Some(target))
             } else {
                 (found, None)
             }
@@ -129,11 +134,12 @@ pub fn set_metadata(
 ) -> Result<(), FsError> {
     let file = open(path, OFlags::PATH, Mode::empty(), links)?;
     // Neither change works on a descriptor that was opened without read permission. Its path in
-    // `/proc/self/fd` leads to the same file, even if the original path changes.
-    let target = match links {
-        SymlinkPolicy::Follow => path.to_owned(),
-        SymlinkPolicy::Refuse => PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd())),
-    };
+    // `/proc/self/fd` leads to the same file, even if the original path changes. A policy may hide
+    // `/proc`.
+    let mut target = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    if links == SymlinkPolicy::Follow && rustix::fs::stat(&target).is_err() {
+        target = path.to_owned();
+    }
     if let Some(mode) = attributes.mode {
         rustix::fs::chmod(&target, Mode::from_raw_mode(mode & 0o7777)).map_err(at(path))?;
     }
@@ -164,7 +170,9 @@ pub(super) fn modified(at_ms: i64) -> Timestamps {
 ///
 /// Any IO error.
 pub fn create_symlink(path: &Path, target: &Path) -> Result<(), FsError> {
-    std::os::unix::fs::symlink(target, path).map_err(at(path))
+    let (directory, name) = parent(path, SymlinkPolicy::Follow)?;
+    protected::check_entry(&directory, name, path)?;
+    rustix::fs::symlinkat(target, &directory, name).map_err(at(path))
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ mod gitignore;
 mod metadata;
 mod open;
 mod page;
+mod protected;
 mod replace;
 pub mod search;
 mod tree;
@@ -38,6 +39,8 @@ pub use file::{OpenFile, hash, open_file, read_at, readable_size, write_file};
 pub(crate) use file::{TransferredFile, open_sized, rename_into_place};
 pub(crate) use metadata::entry;
 pub use metadata::{NewAttributes, PathMetadata, create_symlink, metadata, set_metadata};
+pub(crate) use protected::{ProtectedFiles, protect_received, protected_files};
+pub use protected::{protect, protect_also};
 pub(crate) use replace::ReplacementDescription;
 pub use tree::{copy, remove, rename};
 use walk::walk_page;
@@ -117,6 +120,12 @@ pub enum FsError {
     /// An atomic write is incomplete because a write failed.
     #[error("a write to `{0}` failed, so it is left as it was")]
     Incomplete(#[serde(with = "wire::path")] PathBuf),
+    /// The path leads to a file of the server itself, or to the memory or environment of a process.
+    #[error(
+        "path `{0}` is out of reach of file requests: it belongs to the server, or to the memory, \
+         environment or descriptors of a process"
+    )]
+    Protected(#[serde(with = "wire::path")] PathBuf),
     /// The requester cancelled the operation.
     #[error("cancelled")]
     Cancelled,
@@ -171,7 +180,7 @@ fn check_cancelled(cancelled: CancelCheck<'_>) -> Result<(), FsError> {
 }
 
 /// The URI of a path that the system returned.
-fn uri_of(path: &Path) -> Result<PathUri, FsError> {
+pub(crate) fn uri_of(path: &Path) -> Result<PathUri, FsError> {
     PathUri::from_native(path).map_err(|error| at(path)(io::Error::other(error)))
 }
 

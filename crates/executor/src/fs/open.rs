@@ -1,19 +1,20 @@
-//! Race-free open without following links.
+//! Race-free open, without following links or at least without leaving through those of `/proc`.
 //!
 //! `openat2` refuses links in every component in one call. Kernels before 5.6 and some container
 //! filters do not provide it; there a path is opened one component at a time, each relative to the
 //! one before, which is slower and equally safe.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Component, Path};
 use std::sync::LazyLock;
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::{Errno, retry_on_intr};
 
-use super::{FsError, LinkPosition, SymlinkPolicy, at};
+use super::{FsError, LinkPosition, SymlinkPolicy, at, protected};
 
 /// Whether `openat2` is available: a seccomp filter that does not know a system call returns ENOSYS
 /// or EPERM, and the root directory itself causes neither error.
@@ -23,7 +24,10 @@ static HAS_OPENAT2: LazyLock<bool> = LazyLock::new(|| {
     !matches!(probe, Err(Errno::NOSYS | Errno::PERM))
 });
 
-/// Opens a path.
+/// Opens a path, unless it belongs to the server.
+///
+/// Descriptors, working directories, roots and executables of processes cannot be reached through
+/// `/proc`: their links lead past every check of paths.
 pub(super) fn open(
     path: &Path,
     flags: OFlags,
@@ -39,25 +43,63 @@ pub(super) fn open(
         OFlags::NONBLOCK | OFlags::NOCTTY
     };
     let flags = flags | OFlags::CLOEXEC | nonblocking;
-    match links {
-        SymlinkPolicy::Follow => retry_on_intr(|| rustix::fs::open(path, flags, mode))
-            .map(File::from)
-            .map_err(at(path)),
-        SymlinkPolicy::Refuse if *HAS_OPENAT2 => open_at_once(path, flags, mode),
-        SymlinkPolicy::Refuse => open_stepwise(path, flags, mode),
-    }
+    let file = if *HAS_OPENAT2 {
+        open_at_once(path, flags, mode, links)?
+    } else {
+        open_stepwise(path, flags, mode, links)?
+    };
+    protected::check(&file, path, flags)?;
+    Ok(file)
 }
 
-fn open_at_once(path: &Path, flags: OFlags, mode: Mode) -> Result<File, FsError> {
-    let resolve = ResolveFlags::NO_SYMLINKS;
+/// Opens a path below a directory; no component may be a link.
+pub(super) fn open_below(
+    directory: impl AsFd,
+    below: &Path,
+    path: &Path,
+    flags: OFlags,
+) -> Result<File, FsError> {
+    let flags = flags | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    let file = if *HAS_OPENAT2 {
+        let open = || rustix::fs::openat2(&directory, below, flags, Mode::empty(), resolve);
+        File::from(retry_on_intr(open).map_err(at(path))?)
+    } else {
+        let directory = directory.as_fd().try_clone_to_owned().map_err(at(path))?;
+        walk_steps(
+            directory,
+            below,
+            path,
+            (flags, Mode::empty()),
+            SymlinkPolicy::Refuse,
+        )?
+    };
+    protected::check(&file, path, flags)?;
+    Ok(file)
+}
+
+fn open_at_once(
+    path: &Path,
+    flags: OFlags,
+    mode: Mode,
+    links: SymlinkPolicy,
+) -> Result<File, FsError> {
+    let resolve = match links {
+        SymlinkPolicy::Follow => ResolveFlags::NO_MAGICLINKS,
+        SymlinkPolicy::Refuse => ResolveFlags::NO_SYMLINKS,
+    };
+    let probe = |path: &Path, resolve| {
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve).err()
+    };
+    let loops = |resolve| probe(path, resolve) == Some(Errno::LOOP);
     match retry_on_intr(|| rustix::fs::openat2(CWD, path, flags, mode, resolve)) {
         Ok(fd) => Ok(File::from(fd)),
-        Err(Errno::LOOP) => {
-            // This second check only affects the error text.
-            let above = path.parent().is_none_or(|parent| {
-                let flags = OFlags::PATH | OFlags::CLOEXEC;
-                rustix::fs::openat2(CWD, parent, flags, Mode::empty(), resolve).is_ok()
-            });
+        // These second checks only affect the error.
+        Err(Errno::LOOP) if links == SymlinkPolicy::Refuse => {
+            let above = path
+                .parent()
+                .is_none_or(|parent| probe(parent, resolve).is_none());
             let at = if above {
                 LinkPosition::Leaf
             } else {
@@ -65,32 +107,76 @@ fn open_at_once(path: &Path, flags: OFlags, mode: Mode) -> Result<File, FsError>
             };
             Err(link(path, at))
         }
+        // The last component may also be an ordinary link that `NOFOLLOW` refuses.
+        Err(Errno::LOOP) if loops(resolve) && !loops(ResolveFlags::empty()) => {
+            Err(FsError::Protected(path.to_owned()))
+        }
         Err(error) => Err(at(path)(error)),
     }
 }
 
-fn open_stepwise(path: &Path, flags: OFlags, mode: Mode) -> Result<File, FsError> {
+fn open_stepwise(
+    path: &Path,
+    flags: OFlags,
+    mode: Mode,
+    links: SymlinkPolicy,
+) -> Result<File, FsError> {
     let step_flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let mut directory = rustix::fs::open("/", step_flags, Mode::empty()).map_err(at(path))?;
-    let mut steps = path
-        .components()
-        .filter(|step| !matches!(step, Component::RootDir | Component::CurDir))
-        .peekable();
-    while let Some(step) = steps.next() {
-        let name = step.as_os_str();
-        let last = steps.peek().is_none();
+    let root = rustix::fs::open("/", step_flags, Mode::empty()).map_err(at(path))?;
+    walk_steps(root, path, path, (flags, mode), links)
+}
+
+/// Opens a path one component at a time, beginning in a directory. `path` is for errors.
+fn walk_steps(
+    mut directory: OwnedFd,
+    below: &Path,
+    path: &Path,
+    (flags, mode): (OFlags, Mode),
+    links: SymlinkPolicy,
+) -> Result<File, FsError> {
+    /// Maximum number of links in one path, the same as in the kernel.
+    const MAX_LINKS: usize = 40;
+    let step_flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let steps_of = |path: &Path| -> Vec<OsString> {
+        let steps = path.components().rev();
+        steps
+            .filter(|step| !matches!(step, Component::RootDir | Component::CurDir))
+            .map(|step| step.as_os_str().to_owned())
+            .collect()
+    };
+    // The next one last.
+    let mut steps = steps_of(below);
+    let mut followed = 0;
+    while let Some(name) = steps.pop() {
+        let last = steps.is_empty();
         let (place, flags, mode) = if last {
             (LinkPosition::Leaf, flags, mode)
         } else {
             (LinkPosition::Parent, step_flags, Mode::empty())
         };
-        let opened =
-            retry_on_intr(|| rustix::fs::openat(&directory, name, flags | OFlags::NOFOLLOW, mode));
-        match opened {
+        let leaves_links =
+            links == SymlinkPolicy::Refuse || last && flags.contains(OFlags::NOFOLLOW);
+        if !leaves_links && is_link(&directory, &name) {
+            followed += 1;
+            if followed > MAX_LINKS {
+                return Err(at(path)(Errno::LOOP));
+            }
+            protected::check_link(&directory, path)?;
+            let to = rustix::fs::readlinkat(&directory, &name, Vec::new()).map_err(at(path))?;
+            let to = Path::new(OsStr::from_bytes(to.to_bytes()));
+            if to.is_absolute() {
+                directory = rustix::fs::open("/", step_flags, Mode::empty()).map_err(at(path))?;
+            }
+            steps.extend(steps_of(to));
+            continue;
+        }
+        let open = || rustix::fs::openat(&directory, &name, flags | OFlags::NOFOLLOW, mode);
+        match retry_on_intr(open) {
             Ok(fd) if last => {
                 // With `PATH` the link itself was opened.
                 let stat = rustix::fs::fstat(&fd).map_err(at(path))?;
-                return if file_type(&stat) == FileType::Symlink {
+                let is_link = file_type(&stat) == FileType::Symlink;
+                return if is_link && links == SymlinkPolicy::Refuse {
                     Err(link(path, place))
                 } else {
                     Ok(File::from(fd))
@@ -98,7 +184,9 @@ fn open_stepwise(path: &Path, flags: OFlags, mode: Mode) -> Result<File, FsError
             }
             Ok(fd) => directory = fd,
             // The kernel's error for a link depends on the open flags.
-            Err(Errno::LOOP | Errno::NOTDIR) if is_link(&directory, name) => {
+            Err(Errno::LOOP | Errno::NOTDIR)
+                if links == SymlinkPolicy::Refuse && is_link(&directory, &name) =>
+            {
                 return Err(link(path, place));
             }
             Err(error) => return Err(at(path)(error)),
@@ -205,15 +293,25 @@ mod tests {
                 OFlags::RDONLY | OFlags::DIRECTORY,
             ] {
                 let flags = flags | OFlags::CLOEXEC;
-                let at_once = outcome(open_at_once(&path, flags, Mode::empty()));
-                let stepwise = outcome(open_stepwise(&path, flags, Mode::empty()));
-                assert_eq!(at_once, stepwise, "{name} {flags:?}");
+                for links in [SymlinkPolicy::Follow, SymlinkPolicy::Refuse] {
+                    let at_once = outcome(open_at_once(&path, flags, Mode::empty(), links));
+                    let stepwise = outcome(open_stepwise(&path, flags, Mode::empty(), links));
+                    assert_eq!(at_once, stepwise, "{name} {flags:?} {links:?}");
+                }
+                let links = SymlinkPolicy::Refuse;
+                let at_once = outcome(open_at_once(&path, flags, Mode::empty(), links));
                 if !expected.is_empty() {
                     assert_eq!(at_once, expected, "{name} {flags:?}");
                 }
             }
         }
-        let root = outcome(open_stepwise(Path::new("/"), OFlags::PATH, Mode::empty()));
+        let (root, flags) = (Path::new("/"), OFlags::PATH);
+        let root = outcome(open_stepwise(
+            root,
+            flags,
+            Mode::empty(),
+            SymlinkPolicy::Refuse,
+        ));
         assert!(root.contains("is_dir: true"), "{root}");
     }
 }

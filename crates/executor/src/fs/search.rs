@@ -6,7 +6,7 @@
 
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,7 +30,8 @@ use ignore::{DirEntry, ParallelVisitor, ParallelVisitorBuilder, WalkBuilder, Wal
 use rustix::fs::{Mode, OFlags};
 
 use super::gitignore::{self, IgnoreRules};
-use super::{CancelCheck, FsError, check_globs};
+use super::open::{open, open_below};
+use super::{CancelCheck, FsError, SymlinkPolicy, check_globs};
 
 /// Maximum length of a line in memory; the search of a file ends at a longer line.
 const MAX_LINE_BYTES: usize = 16 << 20;
@@ -80,9 +81,12 @@ pub fn search(
     let matcher =
         matcher(params).map_err(|error| FsError::Params(format!("invalid pattern: {error}")))?;
     let overrides = overrides(root, &params.globs)?;
-    let found = fs::metadata(root).map_err(super::at(root))?;
+    let top = open(root, OFlags::PATH, Mode::empty(), SymlinkPolicy::Follow)?;
+    let found = top.metadata().map_err(super::at(root))?;
     let shared = SearchShared {
         cancelled,
+        root,
+        top,
         params,
         matcher,
         full: AtomicBool::new(false),
@@ -97,7 +101,7 @@ pub fn search(
     } else {
         // A file that the request names is searched regardless of globs and ignore rules.
         let mut worker = shared.worker();
-        worker.search(root.to_owned(), OFlags::empty());
+        worker.search(root.to_owned());
     }
     Ok(shared.into_result())
 }
@@ -220,6 +224,10 @@ impl SearchIgnore {
 /// State shared by the threads of one search.
 struct SearchShared<'a> {
     cancelled: CancelCheck<'a>,
+    root: &'a Path,
+    /// The root, opened as a path. Files are opened relative to it, so that a directory that is
+    /// replaced by a link meanwhile does not lead out of the tree.
+    top: File,
     params: &'a SearchParams,
     matcher: RegexMatcher,
     /// The limit of matches is reached.
@@ -339,7 +347,7 @@ impl ParallelVisitor for SearchWorker<'_, '_> {
         if let Ok(entry) = entry
             && entry.file_type().is_some_and(|kind| kind.is_file())
         {
-            self.search(entry.into_path(), OFlags::NOFOLLOW);
+            self.search(entry.into_path());
         }
         WalkState::Continue
     }
@@ -352,10 +360,16 @@ impl Drop for SearchWorker<'_, '_> {
 }
 
 impl SearchWorker<'_, '_> {
-    fn search(&mut self, path: PathBuf, flags: OFlags) {
-        // The file may have been replaced by a pipe, which must not block the open.
-        let flags = flags | OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let Ok(file) = rustix::fs::open(&path, flags, Mode::empty()).map(File::from) else {
+    fn search(&mut self, path: PathBuf) {
+        let SearchShared { root, top, .. } = self.shared;
+        let opened = match path.strip_prefix(root) {
+            Ok(below) if !below.as_os_str().is_empty() => {
+                open_below(top, below, &path, OFlags::RDONLY)
+            }
+            // The path of the request itself, which may be a link.
+            _ => open(&path, OFlags::RDONLY, Mode::empty(), SymlinkPolicy::Follow),
+        };
+        let Ok(file) = opened else {
             return;
         };
         if !file.metadata().is_ok_and(|found| found.is_file()) {

@@ -7,15 +7,19 @@ use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{self, Read as _};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, FileType, Gid, Mode, OFlags, RenameFlags, Stat, Timestamps, Uid};
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, RenameFlags, Stat, Timestamps, Uid};
 use rustix::io::Errno;
 
-use super::directory::{DirectoryListing, EntryType, NEW_MODE};
-use super::open::{file_type, link, parent, same, stat_in};
+use super::directory::{
+    DirectoryListing, EntryType, NEW_MODE, canonicalize, create_all, create_following,
+};
+use super::metadata::create_symlink;
+use super::open::{file_type, link, open, parent, same, stat_in};
 use super::replace::{Replacement, WriteTarget, target, temporary_name};
-use super::{CancelCheck, FsError, LinkPosition, SymlinkPolicy, at, check_cancelled};
+use super::{CancelCheck, FsError, LinkPosition, SymlinkPolicy, at, check_cancelled, protected};
 
 /// Removes a path; a link itself is removed, not its target.
 ///
@@ -45,23 +49,93 @@ pub fn remove(
 
 fn remove_following(path: &Path, recursive: bool) -> Result<(), FsError> {
     let found = rustix::fs::lstat(path).map_err(at(path))?;
-    if file_type(&found) != FileType::Directory {
-        return fs::remove_file(path).map_err(at(path));
-    }
-    if rustix::fs::stat("/").is_ok_and(|root| same(&root, &found)) {
+    let is_directory = file_type(&found) == FileType::Directory;
+    if is_directory && rustix::fs::stat("/").is_ok_and(|root| same(&root, &found)) {
         return Err(FsError::Root(path.to_owned()));
     }
-    // The library's recursive removal does not follow links, even if one is swapped in meanwhile.
-    let remove = if recursive {
-        fs::remove_dir_all
-    } else {
-        fs::remove_dir
+    let (directory, name) = parent(path, SymlinkPolicy::Follow)?;
+    protected::check_removal(&directory, name, path)?;
+    if is_directory && recursive {
+        return remove_tree(&directory, name, path);
+    }
+    let mut flags = AtFlags::empty();
+    flags.set(AtFlags::REMOVEDIR, is_directory);
+    rustix::fs::unlinkat(&directory, name, flags).map_err(at(path))
+}
+
+/// Removes a directory with its content. Does not follow links, even if one is swapped in meanwhile.
+/// Names that are removed meanwhile are no errors.
+fn remove_tree(directory: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), FsError> {
+    struct RemovalLevel {
+        directory: OwnedFd,
+        /// Its name in the directory above.
+        name: OsString,
+        names: DirectoryListing,
+        next: usize,
+    }
+    let enter = |above: &OwnedFd, name: &OsStr, path: &Path| {
+        let directory = open_in(above, name).map_err(at(path))?;
+        let names =
+            DirectoryListing::read(&directory, &|| false).map_err(|error| error.at(path))?;
+        Ok::<_, FsError>(RemovalLevel {
+            directory,
+            name: name.to_owned(),
+            names,
+            next: 0,
+        })
     };
-    remove(path).map_err(at(path))
+    let mut path = path.to_owned();
+    let mut levels = vec![enter(directory, name, &path)?];
+    while let Some(level) = levels.last_mut() {
+        if let Some((name, kind)) = level.names.get(level.next) {
+            level.next += 1;
+            let name = name.to_owned();
+            let entered = if kind == EntryType::Directory {
+                path.push(&name);
+                let entered = enter(&level.directory, &name, &path);
+                if entered.is_err() {
+                    path.pop();
+                }
+                Some(entered)
+            } else {
+                None
+            };
+            match entered {
+                Some(Ok(below)) => {
+                    levels.push(below);
+                    continue;
+                }
+                // It was replaced by something else, which is removed as such.
+                Some(Err(FsError::Io { source, .. }))
+                    if matches!(
+                        Errno::from_io_error(&source),
+                        Some(Errno::NOENT | Errno::NOTDIR | Errno::LOOP)
+                    ) => {}
+                Some(Err(error)) => return Err(error),
+                None => {}
+            }
+            match rustix::fs::unlinkat(&level.directory, &name, AtFlags::empty()) {
+                Ok(()) | Err(Errno::NOENT) => {}
+                Err(error) => return Err(at(&path.join(name))(error)),
+            }
+            continue;
+        }
+        let Some(RemovalLevel { name, .. }) = levels.pop() else {
+            break;
+        };
+        let above = levels.last().map_or(directory, |level| &level.directory);
+        match rustix::fs::unlinkat(above, &name, AtFlags::REMOVEDIR) {
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(error) => return Err(at(&path)(error)),
+        }
+        path.pop();
+    }
+    Ok(())
 }
 
 fn remove_no_follow(path: &Path) -> Result<(), FsError> {
     let (directory, name) = parent(path, SymlinkPolicy::Refuse)?;
+    protected::check_removal(&directory, name, path)?;
     let flags = match file_type(&stat_in(&directory, name).map_err(at(path))?) {
         FileType::Symlink => return Err(link(path, LinkPosition::Leaf)),
         FileType::Directory => AtFlags::REMOVEDIR,
@@ -88,25 +162,30 @@ pub fn copy(
     let found = rustix::fs::lstat(source).map_err(at(source))?;
     match file_type(&found) {
         FileType::Symlink => {
-            let says = fs::read_link(source).map_err(at(source))?;
-            std::os::unix::fs::symlink(says, destination).map_err(at(destination))
+            let (directory, name) = parent(source, SymlinkPolicy::Follow)?;
+            let says = rustix::fs::readlinkat(&directory, name, Vec::new()).map_err(at(source))?;
+            create_symlink(destination, Path::new(OsStr::from_bytes(says.to_bytes())))
         }
         FileType::RegularFile => copy_file(source, destination, cancelled),
         FileType::Directory if !recursive => Err(FsError::CopyDirectory),
         FileType::Directory => {
-            let from = fs::canonicalize(source).map_err(at(source))?;
+            let from = canonicalize(source)?;
             if resolve(destination)?.starts_with(&from) {
                 return Err(FsError::CopyIntoItself);
             }
             if let Some(parent) = destination.parent() {
-                fs::create_dir_all(parent).map_err(at(destination))?;
+                create_all(parent)?;
             }
-            match fs::create_dir(destination) {
-                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                    return Err(at(destination)(error));
+            let fresh = match create_following(destination) {
+                Ok(()) => true,
+                Err(FsError::Io { source, .. })
+                    if source.kind() == io::ErrorKind::AlreadyExists =>
+                {
+                    false
                 }
-                made => copy_tree(source, destination, made.is_ok(), Fidelity::Mode, cancelled),
-            }
+                Err(error) => return Err(error),
+            };
+            copy_tree(source, destination, fresh, Fidelity::Mode, cancelled)
         }
         _ => Err(FsError::CopyKind),
     }
@@ -129,22 +208,26 @@ fn resolve(path: &Path) -> Result<PathBuf, FsError> {
 }
 
 fn copy_file(source: &Path, destination: &Path, cancelled: CancelCheck<'_>) -> Result<(), FsError> {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let from = File::from(rustix::fs::open(source, flags, Mode::empty()).map_err(at(source))?);
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW;
+    let from = open(source, flags, Mode::empty(), SymlinkPolicy::Follow)?;
     let found = rustix::fs::fstat(&from).map_err(at(source))?;
     if file_type(&found) != FileType::RegularFile {
         return Err(FsError::CopyKind);
     }
     match target(destination, SymlinkPolicy::Follow)? {
         WriteTarget::Special => {
-            let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-            let to =
-                rustix::fs::open(destination, flags, Mode::empty()).map_err(at(destination))?;
-            copy_content(&from, &File::from(to), destination, cancelled)
+            let to = open(
+                destination,
+                OFlags::WRONLY,
+                Mode::empty(),
+                SymlinkPolicy::Follow,
+            )?;
+            copy_content(&from, &to, destination, cancelled)
         }
         WriteTarget::File {
             directory, name, ..
         } => {
+            protected::check_entry(&directory, &name, destination)?;
             let replacement = Replacement::begin(directory, &name, None);
             let mut replacement = replacement.map_err(at(destination))?;
             let mode = Mode::from_raw_mode(found.st_mode);
@@ -203,10 +286,11 @@ fn copy_tree(
 ) -> Result<(), FsError> {
     // The root of the destination may be a link to a directory, as for any path; nothing below it
     // may be.
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let to = rustix::fs::open(destination, flags, Mode::empty()).map_err(at(destination))?;
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+    let to = open(destination, flags, Mode::empty(), SymlinkPolicy::Follow)?.into();
     let top = rustix::fs::fstat(&to).map_err(at(destination))?;
-    let from = open_in(CWD, source.as_os_str()).map_err(at(source))?;
+    let nofollow = flags | OFlags::NOFOLLOW;
+    let from = open(source, nofollow, Mode::empty(), SymlinkPolicy::Follow)?.into();
     let mut levels = vec![CopyLevel::enter(
         from,
         to,
@@ -235,21 +319,27 @@ fn copy_tree(
         match kind {
             EntryType::Directory => {
                 let from = open_in(&level.from, &name).map_err(at(&path))?;
+                protected::check(&from, &path, OFlags::RDONLY)?;
                 let found = rustix::fs::fstat(&from).map_err(at(&path))?;
                 // If the destination is also mounted inside the source, the copy would never end.
                 if same(&found, &top) {
                     return Err(FsError::CopyIntoItself);
                 }
+                protected::check_entry(&level.to, &name, &path)?;
                 let fresh = match rustix::fs::mkdirat(&level.to, &name, NEW_MODE) {
                     Ok(()) => true,
                     Err(Errno::EXIST) => false,
                     Err(error) => return Err(at(&path)(error)),
                 };
                 let to = open_in(&level.to, &name).map_err(at(&path))?;
+                protected::check(&to, &path, OFlags::RDONLY)?;
                 levels.push(CopyLevel::enter(from, to, path, fresh, cancelled)?);
             }
             EntryType::File => level.copy_file(&name, &path, fidelity, cancelled)?,
-            EntryType::Symlink => level.copy_link(&name, fidelity).map_err(at(&path))?,
+            EntryType::Symlink => {
+                protected::check_entry(&level.to, &name, &path)?;
+                level.copy_link(&name, fidelity).map_err(at(&path))?;
+            }
             EntryType::Other if fidelity == Fidelity::All => return Err(FsError::MoveKind(path)),
             EntryType::Other => {}
         }
@@ -297,6 +387,8 @@ impl CopyLevel {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let from = rustix::fs::openat(&self.from, name, flags, Mode::empty());
         let from = File::from(from.map_err(at(path))?);
+        protected::check(&from, path, flags)?;
+        protected::check_entry(&self.to, name, path)?;
         let found = rustix::fs::fstat(&from).map_err(at(path))?;
         if file_type(&found) != FileType::RegularFile {
             // It was a directory when its parent was read.
@@ -377,7 +469,8 @@ fn times(stat: &Stat) -> Timestamps {
 /// Moves a path; a link itself is moved, not its target.
 ///
 /// Within a filesystem this is one rename. To another filesystem, the source is copied to a hidden
-/// name beside the destination, renamed to the destination, and then removed.
+/// name beside the destination, renamed to the destination, and then removed. A source that may not
+/// be removed is refused before anything appears at the destination.
 ///
 /// # Errors
 ///
@@ -389,12 +482,19 @@ pub fn rename(
     overwrite: bool,
     cancelled: CancelCheck<'_>,
 ) -> Result<(), FsError> {
-    match rename_within((CWD, from.as_os_str()), (CWD, to.as_os_str()), overwrite) {
+    let (from_directory, name) = parent(from, SymlinkPolicy::Follow)?;
+    let (to_directory, new) = parent(to, SymlinkPolicy::Follow)?;
+    protected::check_removal(&from_directory, name, from)?;
+    protected::check_entry(&to_directory, new, to)?;
+    match rename_within((&from_directory, name), (&to_directory, new), overwrite) {
         Ok(()) => Ok(()),
-        Err(Errno::XDEV) => move_across(from, to, overwrite, cancelled),
+        Err(Errno::XDEV) => {
+            let (from, to) = ((&from_directory, name, from), (&to_directory, new, to));
+            move_across(from, to, overwrite, cancelled)
+        }
         Err(Errno::EXIST) if !overwrite => Err(FsError::Exists(to.to_owned())),
         // The system does not report which of the two paths is missing.
-        Err(error) if rustix::fs::lstat(from).is_err() => Err(at(from)(error)),
+        Err(error) if stat_in(&from_directory, name).is_err() => Err(at(from)(error)),
         Err(error) => Err(at(to)(error)),
     }
 }
@@ -429,19 +529,23 @@ fn rename_within<A: AsFd, B: AsFd>(
     }
 }
 
+/// Moves to another filesystem.
+///
+/// Before the copy appears at the destination, the source is renamed within its directory. So a
+/// source that cannot be removed, because it is protected or a mount point, is refused with nothing
+/// left at the destination.
 fn move_across(
-    from: &Path,
-    to: &Path,
+    (from_directory, name, from): (&OwnedFd, &OsStr, &Path),
+    (to_directory, new, to): (&OwnedFd, &OsStr, &Path),
     overwrite: bool,
     cancelled: CancelCheck<'_>,
 ) -> Result<(), FsError> {
-    let found = rustix::fs::lstat(from).map_err(at(from))?;
-    let (to_directory, to_name) = parent(to, SymlinkPolicy::Follow)?;
-    if !overwrite && stat_in(&to_directory, to_name).is_ok() {
+    let found = stat_in(from_directory, name).map_err(at(from))?;
+    if !overwrite && stat_in(to_directory, new).is_ok() {
         return Err(FsError::Exists(to.to_owned()));
     }
     // A temporary directory, so that the moved entry keeps its name and is removed as one tree.
-    let mut staging = StagingDirectory::new(&to_directory, to)?;
+    let mut staging = StagingDirectory::new(to_directory, to)?;
     match file_type(&found) {
         FileType::Directory => {
             rustix::fs::mkdirat(&staging.directory, ASIDE_NAME, NEW_MODE).map_err(at(to))?;
@@ -454,9 +558,8 @@ fn move_across(
             )?;
         }
         FileType::RegularFile | FileType::Symlink => {
-            let (from_directory, name) = parent(from, SymlinkPolicy::Follow)?;
             let level = CopyLevel {
-                from: from_directory,
+                from: from_directory.try_clone().map_err(at(from))?,
                 to: staging.directory.try_clone().map_err(at(to))?,
                 path: from.to_owned(),
                 names: DirectoryListing::default(),
@@ -472,14 +575,28 @@ fn move_across(
         }
         _ => return Err(FsError::MoveKind(from.to_owned())),
     }
+    let hidden = temporary_name();
+    let hidden = OsStr::new(&hidden);
+    rustix::fs::renameat(from_directory, name, from_directory, hidden).map_err(at(from))?;
+    let give_back = || {
+        // If another file has this name now, the source keeps its hidden name.
+        let _ = rename_within((from_directory, hidden), (from_directory, name), false);
+    };
     let ready = (&staging.directory, staging.name.as_os_str());
-    match rename_within(ready, (&to_directory, to_name), overwrite) {
-        Ok(()) => {}
-        Err(Errno::EXIST) if !overwrite => return Err(FsError::Exists(to.to_owned())),
-        Err(error) => return Err(at(to)(error)),
+    if let Err(error) = rename_within(ready, (to_directory, new), overwrite) {
+        give_back();
+        return Err(match error {
+            Errno::EXIST if !overwrite => FsError::Exists(to.to_owned()),
+            error => at(to)(error),
+        });
     }
     drop(staging);
-    remove_following(from, true)
+    let removed = if file_type(&found) == FileType::Directory {
+        remove_tree(from_directory, hidden, from)
+    } else {
+        rustix::fs::unlinkat(from_directory, hidden, AtFlags::empty()).map_err(at(from))
+    };
+    removed.inspect_err(|_| give_back())
 }
 
 /// Name of a moved directory inside its temporary directory.
@@ -533,7 +650,7 @@ mod tests {
     }
 
     fn fifo(path: &Path) {
-        rustix::fs::mknodat(CWD, path, FileType::Fifo, Mode::RWXU, 0).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, path, FileType::Fifo, Mode::RWXU, 0).unwrap();
     }
 
     fn mode(path: &Path) -> u32 {
@@ -676,6 +793,19 @@ mod tests {
         assert_eq!(names(dir), ["e", "link"]);
     }
 
+    /// Moves as to another filesystem.
+    fn move_by_copy(
+        from: &Path,
+        to: &Path,
+        overwrite: bool,
+        cancelled: CancelCheck<'_>,
+    ) -> Result<(), FsError> {
+        let (from_directory, name) = parent(from, SymlinkPolicy::Follow)?;
+        let (to_directory, new) = parent(to, SymlinkPolicy::Follow)?;
+        let (from, to) = ((&from_directory, name, from), (&to_directory, new, to));
+        move_across(from, to, overwrite, cancelled)
+    }
+
     /// Tests the move to another filesystem, also on a machine with only one.
     #[test]
     fn move_across_filesystems_keeps_all_metadata() {
@@ -694,17 +824,17 @@ mod tests {
             let modified = before.modified().unwrap();
             fs::write(dir.join("f"), "f").unwrap();
             fs::write(to.join("taken"), "t").unwrap();
-            let refused = move_across(&dir.join("f"), &to.join("taken"), false, NO);
+            let refused = move_by_copy(&dir.join("f"), &to.join("taken"), false, NO);
             assert!(matches!(refused, Err(FsError::Exists(_))));
-            move_across(&dir.join("f"), &to.join("taken"), true, NO).unwrap();
+            move_by_copy(&dir.join("f"), &to.join("taken"), true, NO).unwrap();
             assert_eq!(fs::read(to.join("taken")).unwrap(), b"f");
-            move_across(&dir.join("d/link"), &to.join("link"), false, NO).unwrap();
+            move_by_copy(&dir.join("d/link"), &to.join("link"), false, NO).unwrap();
             assert_eq!(fs::read_link(to.join("link")).unwrap(), Path::new("x"));
             fifo(&dir.join("d/fifo"));
-            let refused = move_across(&dir.join("d"), &to.join("d"), false, NO);
+            let refused = move_by_copy(&dir.join("d"), &to.join("d"), false, NO);
             assert!(matches!(refused, Err(FsError::MoveKind(_))));
             fs::remove_file(dir.join("d/fifo")).unwrap();
-            let cancelled = move_across(&dir.join("d"), &to.join("d"), false, &|| true);
+            let cancelled = move_by_copy(&dir.join("d"), &to.join("d"), false, &|| true);
             assert!(matches!(cancelled, Err(FsError::Cancelled)));
             assert_eq!(names(to), ["link", "taken"], "nothing half done is left");
             rename(&dir.join("d"), &to.join("d"), false, NO).unwrap();

@@ -17,8 +17,8 @@ use serde::{Deserialize, Serialize};
 
 pub(super) use self::pages::walk_page;
 use super::directory::{DirectoryListing, EntryType, ReadError, read_first};
-use super::open::file_type;
-use super::{CancelCheck, FsError, at, check_cancelled};
+use super::open::{file_type, open};
+use super::{CancelCheck, FsError, SymlinkPolicy, at, check_cancelled};
 
 /// Limits of a walk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -200,7 +200,12 @@ fn check_bounds(options: &WalkOptions) -> Result<(), FsError> {
 fn open_to_list(directory: &Path, follow: bool) -> Result<OwnedFd, Errno> {
     let mut flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     flags.set(OFlags::NOFOLLOW, !follow);
-    rustix::fs::open(directory, flags, Mode::empty())
+    match open(directory, flags, Mode::empty(), SymlinkPolicy::Follow) {
+        Ok(file) => Ok(file.into()),
+        Err(FsError::Io { source, .. }) => Err(Errno::from_io_error(&source).unwrap_or(Errno::IO)),
+        // It is listed as a directory that may not be read.
+        Err(_) => Err(Errno::ACCESS),
+    }
 }
 
 /// Whether the content of a directory with this name is left out.

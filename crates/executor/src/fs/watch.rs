@@ -345,7 +345,7 @@ impl WatchHub {
         cancelled: &Arc<AtomicBool>,
     ) -> Result<WatchSubscription, WatchError> {
         check(ignore, debounce)?;
-        let root = fs::canonicalize(path).map_err(super::at(path))?;
+        let root = super::canonicalize(path)?;
         let key = TreeKey {
             root: root.clone(),
             recursive,

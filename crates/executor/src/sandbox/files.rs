@@ -7,7 +7,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use exec_server_protocol::chunk::ByteChunk;
-use exec_server_protocol::fs::{FsMethod, FsRequest, FsResponse, OpenMode};
+use exec_server_protocol::fs::{
+    Canonicalize, CanonicalizeParams, FsMethod, FsRequest, FsResponse, OpenMode,
+};
 use exec_server_protocol::sandbox::{
     EntryPath, FilePermissions, NetworkPermission, PathAccess, Permissions, Sandbox, SpecialPath,
 };
@@ -53,10 +55,22 @@ pub(crate) struct ConfinedFiles {
     intent: FileIntent,
 }
 
-/// Returns whether a policy allows reading every path, so that reading needs no helper.
+/// Returns whether a policy restricts files.
 ///
-/// Paths that the server hides from sandboxed commands are readable then: a client that may choose
-/// the policy may read them anyway.
+/// Operations under such a policy never run in this process, even if the policy allows reading every
+/// path: what a path leads to depends on the process that opens it. `/proc/self` is the memory and
+/// the environment of that process.
+fn restricts_files(sandbox: &Sandbox) -> bool {
+    matches!(
+        sandbox.permissions,
+        Permissions::Managed {
+            file_system: FilePermissions::Restricted { .. },
+            ..
+        }
+    )
+}
+
+/// Returns whether a policy allows reading every path.
 fn reads_everything(sandbox: &Sandbox) -> bool {
     let Permissions::Managed {
         file_system: FilePermissions::Restricted { entries, .. },
@@ -102,14 +116,11 @@ impl PolicyFiles {
         sandbox: Option<Sandbox>,
         intent: FileIntent,
     ) -> Result<Self, FsError> {
-        let free = |sandbox: &Sandbox| match sandbox.permissions {
-            Permissions::Managed {
-                file_system: FilePermissions::Restricted { .. },
-                ..
-            } => intent == FileIntent::Read && reads_everything(sandbox),
-            _ => true,
-        };
-        let Some(sandbox) = sandbox.filter(|sandbox| !free(sandbox)) else {
+        let stated = sandbox.as_ref().and_then(|sandbox| sandbox.cwd.as_ref());
+        if let Some(Err(error)) = stated.map(|cwd| cwd.to_native()) {
+            return Err(FsError::Params(format!("invalid sandbox cwd: {error}")));
+        }
+        let Some(sandbox) = sandbox.filter(restricts_files) else {
             return Ok(Self(None));
         };
         let context = sandbox.policy_context.as_ref();
@@ -158,7 +169,7 @@ impl PolicyFiles {
             FsRequest::WriteFile(params) => std::mem::take(&mut params.data_base64),
             _ => ByteChunk::default(),
         };
-        let call = HelperRequest::call(&request, 0);
+        let call = HelperRequest::call(&request, 0)?;
         let frame = confined.call(&key, &call, data.as_slice(), &[], cancelled)?;
         answer_to(&request, frame)
     }
@@ -212,8 +223,10 @@ impl PolicyFiles {
             return None;
         }
         let helpers = confined.executor.helpers();
-        let call = HelperRequest::call(request, most);
-        if let Some((key, answers)) = helpers.remembered(&confined.sandbox, confined.intent) {
+        let call = HelperRequest::call(request, most).ok()?;
+        if let Some((key, answers)) = helpers.remembered(&confined.sandbox, confined.intent)
+            && key.protected == fs::protected_files()
+        {
             let asking = helpers.try_request(&key, &call)?;
             // Checked while the helper reads: if the policy resolves differently now, the response
             // is dropped.
@@ -248,20 +261,44 @@ impl PolicyFiles {
         Ok(OpenFile::received(path, opened, confined.clone()))
     }
 
-    /// Rejects a policy that does not allow watches.
+    /// Checks that this path may be watched. A watch runs in this process and reports names, so its
+    /// policy must allow reading every path, and the path must lead to the same place under it.
+    /// May block.
     ///
     /// # Errors
     ///
-    /// [`FsError::Params`] if the policy does not allow reading every path.
-    pub fn check_watchable(&self) -> Result<(), FsError> {
-        if self.is_direct() {
+    /// [`FsError::Params`] if the policy does not allow the watch, or the error of resolving the
+    /// path.
+    pub fn check_watch(&self, path: &Path) -> Result<(), FsError> {
+        let Some(HelperWork { confined, .. }) = self.work()? else {
             return Ok(());
+        };
+        let refused = |why: &str| {
+            FsError::Params(format!(
+                "sandbox intent cannot be enforced on this executor: {why}"
+            ))
+        };
+        if !reads_everything(&confined.sandbox) {
+            return Err(refused(
+                "fs/watch needs a policy that lets everything be read",
+            ));
         }
-        Err(FsError::Params(
-            "sandbox intent cannot be enforced on this executor: fs/watch needs a policy that lets \
-             everything be read"
-                .to_owned(),
-        ))
+        let params = CanonicalizeParams {
+            path: fs::uri_of(path)?,
+            sandbox: None,
+        };
+        let inside = self.ask::<Canonicalize>(params, &|| false)?.path;
+        let inside = fs::native(&inside)?;
+        let synthetic = ["/proc", "/dev"]
+            .iter()
+            .any(|name| inside.starts_with(name));
+        if synthetic || inside != fs::canonicalize(path)? {
+            let path = inside.display();
+            return Err(refused(&format!(
+                "fs/watch of `{path}`, which differs under the policy"
+            )));
+        }
+        Ok(())
     }
 
     /// Returns the helper key of an operation, or `None` if it runs in this process. Reads the
@@ -370,6 +407,7 @@ impl ConfinedFiles {
         Ok(Some(HelperKey {
             policy,
             allow_partial: self.sandbox.allow_partial_enforcement,
+            protected: fs::protected_files(),
         }))
     }
 

@@ -28,9 +28,10 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::fs::wire::path_of;
+use crate::fs::wire::{path_of, text};
 use crate::fs::{
-    self, Directory, FileOutcome, FsError, OpenFile, ReplacementDescription, SymlinkPolicy, Walked,
+    self, Directory, FileOutcome, FsError, OpenFile, ProtectedFiles, ReplacementDescription,
+    SymlinkPolicy, Walked,
 };
 use exec_server_sys::confine;
 
@@ -43,13 +44,20 @@ const MAX_DESCRIPTORS: usize = 2;
 /// Request to a helper.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum HelperRequest {
-    /// A request of the client protocol; the content of `fs/writeFile` is the tail.
+    /// The first request: files of the server that no other request may reach.
+    Protect(ProtectedFiles),
+    /// A request of the client protocol other than `fs/readFile`; the content of `fs/writeFile` is
+    /// the tail.
     Call {
         method: String,
         /// JSON text.
         params: String,
-        /// `fs/readFile` returns the content of a file of at most this many bytes; a longer file is
-        /// opened.
+    },
+    /// `fs/readFile`, without JSON: the most frequent request.
+    Read {
+        path: SystemText,
+        follow_symlinks: bool,
+        /// Returns the content of a file of at most this many bytes; a longer file is opened.
         most: u32,
     },
     Open(SystemText, OpenMode),
@@ -58,12 +66,19 @@ pub(super) enum HelperRequest {
 }
 
 impl HelperRequest {
-    pub(super) fn call(request: &FsRequest, most: u32) -> Self {
-        Self::Call {
-            method: request.method().to_owned(),
-            params: request.encode(),
-            most,
-        }
+    /// Encodes a request; `most` limits the content that `fs/readFile` returns.
+    pub(super) fn call(request: &FsRequest, most: u32) -> Result<Self, FsError> {
+        Ok(match request {
+            FsRequest::ReadFile(params) => Self::Read {
+                path: text(&fs::native(&params.path)?),
+                follow_symlinks: params.follow_symlinks,
+                most,
+            },
+            _ => Self::Call {
+                method: request.method().to_owned(),
+                params: request.encode(),
+            },
+        })
     }
 }
 
@@ -433,11 +448,16 @@ fn perform(
     unborn: &Unborn,
 ) -> Result<HelperOutcome, FsError> {
     match frame.head {
-        HelperRequest::Call {
-            method,
-            params,
+        HelperRequest::Protect(files) => {
+            fs::protect_received(files);
+            Ok(HelperResponse::Placed.into())
+        }
+        HelperRequest::Read {
+            path,
+            follow_symlinks,
             most,
-        } => {
+        } => read_file(&path_of(path), fs::links(follow_symlinks), most),
+        HelperRequest::Call { method, params } => {
             let Some(Ok(mut request)) = FsRequest::decode(&method, &params) else {
                 return Err(FsError::Helper(format!("it cannot do `{method}`")));
             };
@@ -445,7 +465,7 @@ fn perform(
                 params.data_base64 = frame.tail.into();
             }
             unborn.check(&request)?;
-            call(request, most, socket)
+            call(request, socket)
         }
         HelperRequest::Open(path, mode) => {
             let path = path_of(path);
@@ -473,7 +493,7 @@ fn perform(
     }
 }
 
-fn call(request: FsRequest, most: u32, socket: &OwnedFd) -> Result<HelperOutcome, FsError> {
+fn call(request: FsRequest, socket: &OwnedFd) -> Result<HelperOutcome, FsError> {
     // The server cancels a request by closing its end of the socket.
     let cancelled = || {
         let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
@@ -482,19 +502,12 @@ fn call(request: FsRequest, most: u32, socket: &OwnedFd) -> Result<HelperOutcome
         !fds[0].revents().is_empty()
     };
     let mut descriptors = Vec::new();
-    match &request {
-        FsRequest::ReadFile(params) if most > 0 => {
-            let links = fs::links(params.follow_symlinks);
-            return read_file(&fs::native(&params.path)?, links, most);
+    if let FsRequest::GetMetadata(params) = &request {
+        let links = fs::links(params.follow_symlinks);
+        // If the entry cannot be opened, the request itself reports why.
+        if let Ok(entry) = fs::entry(&fs::native(&params.path)?, links) {
+            descriptors.push(entry.into());
         }
-        FsRequest::GetMetadata(params) => {
-            let links = fs::links(params.follow_symlinks);
-            // If the entry cannot be opened, the request itself reports why.
-            if let Ok(entry) = fs::entry(&fs::native(&params.path)?, links) {
-                descriptors.push(entry.into());
-            }
-        }
-        _ => {}
     }
     Ok(match fs::perform(request, &cancelled)? {
         FileOutcome::File { file, .. } => {
@@ -514,6 +527,10 @@ fn call(request: FsRequest, most: u32, socket: &OwnedFd) -> Result<HelperOutcome
 
 /// Reads a file of at most `most` bytes, or opens a longer one.
 fn read_file(path: &Path, links: SymlinkPolicy, most: u32) -> Result<HelperOutcome, FsError> {
+    if most == 0 {
+        let file = fs::open_file(path, links)?;
+        return Ok(HelperOutcome::with(HelperResponse::File, vec![file.into()]));
+    }
     let (file, size) = fs::open_sized(path, links)?;
     if size <= u64::from(most) {
         let size = size as usize;

@@ -24,7 +24,7 @@ use tokio::io::unix::AsyncFd;
 use super::files::FileIntent;
 use super::helper::{self, HelperFrame, HelperRequest, HelperResponse, IncompleteFrame};
 use crate::executor::Executor;
-use crate::fs::{CancelCheck, FsError};
+use crate::fs::{CancelCheck, FsError, ProtectedFiles};
 use exec_server_sys::poll;
 
 /// Maximum number of idle helpers.
@@ -69,6 +69,8 @@ pub(crate) struct HelperKey {
     pub(crate) policy: ResolvedPolicy,
     /// Whether partial enforcement is allowed.
     pub(crate) allow_partial: bool,
+    /// Files of the server that the helper must not reach by any name.
+    pub(crate) protected: Arc<ProtectedFiles>,
 }
 
 /// Pool of all file helpers.
@@ -202,6 +204,8 @@ impl Helper {
             pidfd,
         };
         pending_launch.wait_served().map_err(told)?;
+        let protect = HelperRequest::Protect(ProtectedFiles::clone(&helper.key.protected));
+        helper.call(&protect, &[], &[], &|| false)?;
         Ok(helper)
     }
 

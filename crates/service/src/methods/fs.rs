@@ -164,7 +164,10 @@ pub(super) fn send(
         Ok(FileOutcome::Directory { path, found }) => send_listing(responder, &path, &found),
         Ok(FileOutcome::Walked(walked)) => send_walk(responder, &walked),
         Ok(FileOutcome::Response(response)) => responder.send(Ok(response)),
-        Err(error) => responder.send_error(error),
+        Err(error) => {
+            connection.audit_file_refusal(&error);
+            responder.send_error(error);
+        }
     }
 }
 

@@ -56,6 +56,7 @@ pub(crate) fn watch(call: CheckedRequest<'_>, mut params: WatchParams) {
         match started.await {
             Ok(subscription) => begin(&connection, watch_id, subscription, &cancelled, responder),
             Err(error) => {
+                connection.audit_file_refusal(&error);
                 let mut active = connection.watches.active.lock();
                 if ConnectionWatches::holds(&active, &watch_id, &cancelled) {
                     active.remove(&watch_id);

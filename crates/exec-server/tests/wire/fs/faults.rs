@@ -284,12 +284,12 @@ async fn full_disk_leaves_the_old_content() {
         assert_eq!(codes[3], if commit { -32600 } else { 0 });
         assert_eq!(scene.read("small/f").await, b"old");
     }
-    let params = json!({"sourcePath": "file:///proc/self/exe", "destinationPath": scene.uri("small/c"), "recursive": false});
+    fs::write(scene.root.join("large"), vec![1; 2 * MIB]).unwrap();
+    std::os::unix::fs::symlink("large", scene.root.join("link")).unwrap();
+    let params = json!({"sourcePath": scene.uri("link"), "destinationPath": scene.uri("small/c"), "recursive": false});
     // A link is copied as a link; its target does not fit.
     scene.client.ok("fs/copy", params).await;
-    let exe = uri(env!("CARGO_BIN_EXE_exec-server").as_ref());
-    let params =
-        json!({"sourcePath": exe, "destinationPath": scene.uri("small/f"), "recursive": false});
+    let params = json!({"sourcePath": scene.uri("large"), "destinationPath": scene.uri("small/f"), "recursive": false});
     let failure = scene.client.refused("fs/copy", params).await;
     assert_eq!(failure.code, -32603, "{failure}");
     assert_eq!(scene.read("small/f").await, b"old");
@@ -321,21 +321,21 @@ async fn full_disk_leaves_the_old_content() {
     check(&mut scene, rows).await;
 }
 
-/// The memory of a process is a file whose first page cannot be read.
+/// The loopback interface has a file for its speed, but no speed.
 #[tokio::test]
 async fn read_error_of_a_disk_is_reported_and_closes_the_handle() {
     let mut scene = FsFixture::new(Transport::Websocket).await;
-    let path = "file:///proc/self/mem";
+    let path = "file:///sys/class/net/lo/speed";
     for method in ["fs/readFile", "fs/hash"] {
         let failure = scene.client.refused(method, json!({"path": path})).await;
-        assert_eq!(failure.code, -32603, "{failure}");
-        assert!(failure.message.contains("os error 5"), "{failure}");
+        assert_eq!(failure.code, -32600, "{failure}");
+        assert!(failure.message.contains("os error 22"), "{failure}");
     }
     let open = json!({"path": path, "handleId": "h"});
     scene.client.ok("fs/open", open).await;
     let read = json!({"handleId": "h", "offset": 0, "len": 10});
     let failure = scene.client.refused("fs/readBlock", read.clone()).await;
-    assert_eq!(failure.code, -32603, "{failure}");
+    assert_eq!(failure.code, -32600, "{failure}");
     // The failed read has closed the handle.
     let failure = scene.client.refused("fs/readBlock", read).await;
     assert_eq!(failure.code, -32004, "{failure}");

@@ -1,4 +1,5 @@
 use std::fmt::Write as _;
+use std::fs;
 use std::os::unix::fs::symlink;
 
 use proptest::prelude::*;
@@ -306,4 +307,31 @@ proptest! {
             prop_assert_eq!(&found.after, &text[hit + 1..end]);
         }
     }
+}
+
+#[test]
+fn directory_that_is_swapped_for_a_link_does_not_lead_out_of_the_tree() {
+    let outside = tree(&[("deep/f", "needle outside\n")]);
+    let inside = tree(&[("d/deep/f", "needle inside\n")]);
+    let (real, link) = (inside.path().join("d"), inside.path().join("link"));
+    let (aside, done) = (inside.path().join("aside"), AtomicBool::new(false));
+    symlink(outside.path(), &link).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                fs::rename(&real, &aside).unwrap();
+                fs::rename(&link, &real).unwrap();
+                fs::rename(&real, &link).unwrap();
+                fs::rename(&aside, &real).unwrap();
+            }
+        });
+        let mut texts = Vec::new();
+        for _ in 0..2000 {
+            let found = run(inside.path(), |params| params.gitignore = false);
+            texts.extend(found.matches.into_iter().map(|one| one.text));
+        }
+        done.store(true, Ordering::Relaxed);
+        assert!(!texts.is_empty());
+        assert!(texts.iter().all(|text| text == "needle inside"));
+    });
 }

@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
 use rustix::io::Errno;
 
+use super::super::protected;
 use super::WatchError;
 use super::pending::ReportedChange;
 use super::rules::{self, IgnoreFilter, IgnoreRules};
@@ -575,6 +576,9 @@ impl<T: ChangeReceiver> WatchedTree<T> {
         place: Option<(u32, &OsStr)>,
         path: &Path,
     ) -> Result<RegistrationResult, WatchError> {
+        if protected::is_protected_directory(path) {
+            return Ok(RegistrationResult::Gone);
+        }
         let descriptor = match inotify::add_watch(&self.inotify, path, EVENTS) {
             Ok(descriptor) => descriptor,
             Err(error) if is_unwatchable(error) => return Ok(RegistrationResult::Gone),
