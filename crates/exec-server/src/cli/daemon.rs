@@ -297,6 +297,11 @@ pub(super) struct IdleDetector {
 }
 
 impl IdleDetector {
+    /// The directory of the daemon's socket and state.
+    pub(super) fn directory(&self) -> &Path {
+        &self.place.0
+    }
+
     /// Writes this daemon's version and pid to its directory, before its socket is announced.
     pub(super) fn write_identity(&self) -> anyhow::Result<()> {
         let state = json!({

@@ -22,6 +22,7 @@ use exec_server_executor::local_clients::{self, Admitted, LocalPeer};
 use exec_server_executor::split_guardian;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::environment::EnvironmentInfo;
+use exec_server_sys::own;
 use exec_server_transport::Secret;
 use tokio::io::AsyncWriteExt as _;
 use tokio::signal::unix::{SignalKind, signal};
@@ -44,10 +45,22 @@ pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
     for id in &args.with {
         places.push((id.clone(), on::named(id, &args.server)?));
     }
+    own::erase_variables(&settings::SECRET_VARIABLES);
+    let own = args
+        .http_token_file
+        .iter()
+        .cloned()
+        .chain(settings::own_paths());
+    let own: Vec<_> = own
+        .filter_map(|path| std::path::absolute(path).ok())
+        .collect();
+    exec_server_executor::fs::protect_also(own);
     if places
         .iter()
         .any(|(_, place)| matches!(place, CommandLocation::Here))
     {
+        // The commands of the model must not read this process.
+        own::hide_from_other_processes().context("cannot protect this process")?;
         // Before any thread starts: it ends what a sudden death would leave behind.
         split_guardian().context("cannot start the guardian")?;
     }

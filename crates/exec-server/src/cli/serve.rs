@@ -2,6 +2,7 @@
 
 use std::io::Write as _;
 use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +23,7 @@ use tokio::task::JoinSet;
 use super::args::ServeArgs;
 use super::daemon::IdleDetector;
 use super::log::{self, LogControl};
-use super::settings::Settings;
+use super::settings::{self, Settings};
 use super::{access, remote, systemd};
 
 /// How often certificates are checked for changes.
@@ -40,8 +41,12 @@ pub(super) fn run(args: ServeArgs, idle: Option<IdleDetector>) -> anyhow::Result
     let handed_over = systemd::announced_sockets();
     // The guardian is as precious as the server.
     let protected = own::protect_from_lack_of_memory();
+    // Inherited by the guardian, and before any secret is read.
+    own::hide_from_other_processes().context("cannot protect this process")?;
+    own::erase_variables(&settings::SECRET_VARIABLES);
     // Before any thread: a fork copies only the calling thread. And before any secret is read.
     exec_server_executor::split_guardian().context("cannot start the guardian")?;
+    protect_files(&settings, idle.as_ref().map(|idle| idle.directory()));
     let log = log::start(&settings)?;
     let files = own::raise_open_files();
     tracing::debug!(
@@ -55,6 +60,14 @@ pub(super) fn run(args: ServeArgs, idle: Option<IdleDetector>) -> anyhow::Result
     // Threads that still wait for a disk or a terminal must not keep a finished server alive.
     runtime.shutdown_background();
     Ok(ExitCode::SUCCESS)
+}
+
+/// Keeps file requests away from the files of this server and from its guardian.
+fn protect_files(settings: &Settings, directory: Option<&Path>) {
+    let mut paths = settings.protected_paths();
+    paths.extend(directory.map(Path::to_owned));
+    let guardian = rustix::process::getppid();
+    exec_server_executor::fs::protect(paths, guardian.into_iter().collect());
 }
 
 /// A runtime with this many worker threads, or as many as suit the machine.
@@ -143,7 +156,9 @@ async fn serve(
     if let Some(listener) = metrics {
         tasks.spawn(metrics::serve(listener, server.clone()));
     }
+    let directory = idle.as_ref().map(|idle| idle.directory().to_owned());
     let upkeep = ServerUpkeep {
+        directory,
         args,
         log,
         setup,
@@ -299,6 +314,8 @@ fn listened(settings: &Settings) -> Vec<String> {
 
 /// Reloads, certificate checks and watchdog messages beside serving.
 struct ServerUpkeep {
+    /// The directory of a daemon.
+    directory: Option<PathBuf>,
     args: ServeArgs,
     log: LogControl,
     setup: ListenerSetup,
@@ -345,6 +362,8 @@ impl ServerUpkeep {
             if let Some(tls) = &self.setup.tls {
                 tls.reload()?;
             }
+            // New secrets are out of reach before they are used.
+            protect_files(&settings, self.directory.as_deref());
             self.setup.guard.set_rules(rules);
             self.server.set_limits(&config);
             if listened(&settings) != self.listen {

@@ -13,6 +13,7 @@ use anyhow::{Context as _, bail};
 use exec_server_egress::http::{DEFAULT_DENY, HostRules, HttpConfig, ProxyChoice};
 use exec_server_engine::configuration::ConfigFiles;
 use exec_server_engine::host;
+use exec_server_executor::fs;
 use exec_server_executor::log::Retention;
 use exec_server_service::{DEFAULT_LISTEN_URL, ExecServerConfig, ListenUrl, auth};
 use exec_server_transport::keepalive::KeepaliveConfig;
@@ -182,6 +183,8 @@ impl fmt::Display for Origin {
 #[derive(Debug, Clone)]
 pub(super) struct Settings {
     values: BTreeMap<&'static str, (Value, Origin)>,
+    /// The settings file, if there is one.
+    file: Option<PathBuf>,
 }
 
 /// A variable of the environment, if it is set to a text.
@@ -199,6 +202,7 @@ impl Settings {
     fn layered(args: &ServeArgs, env: impl Fn(&str) -> Option<String>) -> anyhow::Result<Self> {
         let mut settings = Self {
             values: BTreeMap::new(),
+            file: None,
         };
         for (name, value) in defaults() {
             settings.put(name, value, Origin::Default)?;
@@ -206,6 +210,7 @@ impl Settings {
         let file = args.config.clone();
         if let Some(path) = file.or_else(|| env(FILE_VARIABLE).map(PathBuf::from)) {
             settings.read(&path)?;
+            settings.file = Some(path);
         }
         for &(name, kind) in KEYS {
             let variable = variable_of(name);
@@ -388,6 +393,19 @@ impl Settings {
         files.sort();
         files.dedup();
         files
+    }
+
+    /// The files and directories of this server that file requests must not reach: besides those
+    /// with secrets, its settings, its state, its executable and its sockets.
+    pub(super) fn protected_paths(&self) -> Vec<PathBuf> {
+        let sockets = self.listen().unwrap_or_default().into_iter();
+        let sockets = sockets.filter_map(|url| match url {
+            ListenUrl::Unix(path) => Some(path),
+            _ => None,
+        });
+        let own = self.file.iter().cloned().chain(own_paths()).chain(sockets);
+        let own = own.filter_map(|path| std::path::absolute(path).ok());
+        self.secret_files().into_iter().chain(own).collect()
     }
 
     /// Whether to serve through a registry.
@@ -820,6 +838,48 @@ pub(super) fn state_directory() -> Option<PathBuf> {
         .or_else(|| given("XDG_STATE_HOME").map(|home| PathBuf::from(home).join("exec-server")))
         .or_else(|| given("HOME").map(|home| PathBuf::from(home).join(".local/state/exec-server")))
 }
+
+/// The executable of this program and its state, which file requests must not reach.
+pub(super) fn own_paths() -> Vec<PathBuf> {
+    let program = std::env::current_exe().ok().into_iter();
+    program.chain(state_paths()).collect()
+}
+
+/// The state directory; or, if it contains the user's home or the working directory, as where a
+/// service manager makes it the home, the files that this program stores in it.
+fn state_paths() -> Vec<PathBuf> {
+    const NAMES: [&str; 4] = [
+        "executor.identity",
+        "harness.identity",
+        "known_environments",
+        "rendezvous",
+    ];
+    let Some(directory) = state_directory() else {
+        return Vec::new();
+    };
+    let whole = directory
+        .canonicalize()
+        .unwrap_or_else(|_| directory.clone());
+    let places = [home_directory(), std::env::current_dir().ok()];
+    let mut places = places.into_iter().flatten();
+    let is_shared = places.any(|place| {
+        let place = fs::canonicalize(&place).unwrap_or(place);
+        place.starts_with(&whole)
+    });
+    if is_shared {
+        NAMES.map(|name| directory.join(name)).into()
+    } else {
+        vec![directory]
+    }
+}
+
+/// Secrets that are passed to this program in variables, which are erased before it serves.
+pub(super) const SECRET_VARIABLES: [&str; 4] = [
+    TOKEN_VARIABLE,
+    API_KEY_VARIABLE,
+    "CODEX_EXEC_SERVER_NOISE_AUTH_TOKEN",
+    "EXEC_SERVER_NOISE_AUTH_TOKEN",
+];
 
 /// The user's home.
 pub(super) fn home_directory() -> Option<PathBuf> {

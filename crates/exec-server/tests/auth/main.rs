@@ -23,6 +23,7 @@ mod drain;
 mod identity;
 mod operate;
 mod overload;
+mod reach;
 mod scopes;
 mod secrets;
 mod token;
