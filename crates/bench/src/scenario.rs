@@ -231,7 +231,7 @@ impl Bench {
         rows(lines, outcomes)
     }
 
-    /// As [`Bench::rounds`], in both placements.
+    /// Runs [`Bench::rounds`] once on one core and once on all cores.
     fn placed_rounds<F>(
         &self,
         count: usize,

@@ -675,7 +675,7 @@ mod tests {
         workspaceRoots writeId";
 
     #[test]
-    fn no_name_of_the_wire_is_taken_for_a_misspelt_one() {
+    fn member_names_of_the_wire_are_never_reported_as_misspelt() {
         for id in MethodId::ALL {
             let name = id.row().name;
             for member in NAMES.split_whitespace() {

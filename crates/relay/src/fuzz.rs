@@ -312,7 +312,7 @@ mod tests {
     use super::relay;
 
     #[test]
-    fn seeds_violate_no_guarantee() {
+    fn relay_keeps_its_guarantees_on_all_seeds() {
         replay("relay", relay);
     }
 

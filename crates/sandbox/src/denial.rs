@@ -12,7 +12,7 @@ use super::policy::PROTECTED;
 /// Properties of a sandbox that determine which errors it can cause.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DenialFacts {
-    /// Whether anything is enforced.
+    /// Whether the sandbox restricts files or the network at all.
     pub confined: bool,
     /// Whether some paths are not writable.
     pub read_only: bool,

@@ -524,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn journal_lists_what_is_held_and_its_content_can_be_removed() {
+    fn journal_lists_held_placeholders_and_cleanup_removes_them() {
         let directory = tempfile::tempdir().unwrap();
         open_journal();
         let path = directory.path().join(".codex");

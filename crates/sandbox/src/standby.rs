@@ -399,7 +399,7 @@ impl SpareLaunchers {
 }
 
 impl SpareLauncher {
-    /// Returns whether both processes still wait.
+    /// Returns whether the launcher and the first process of the spare are alive and wait for a task.
     fn is_waiting(&self) -> bool {
         let ends = [&self.launcher, &self.first];
         let mut fds = ends.map(|end| PollFd::new(end, PollFlags::empty()));

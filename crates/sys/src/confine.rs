@@ -95,7 +95,7 @@ pub fn fork_sibling(token: OneThread) -> io::Result<ForkSide> {
 /// Gives these descriptors the numbers from 0 on, and closes all others.
 pub fn only(_: OneThread, files: Vec<OwnedFd>) -> io::Result<()> {
     let count = c_int::try_from(files.len()).map_err(io::Error::other)?;
-    // Move them above the numbers that they will get.
+    // First duplicate them to higher numbers, so that the final `dup2` calls overwrite none of them.
     let high: io::Result<Vec<OwnedFd>> = files
         .iter()
         .map(|file| Ok(rustix::io::fcntl_dupfd_cloexec(file, count)?))

@@ -55,7 +55,7 @@ fn begin(filter: EnvFilter, json: bool) -> anyhow::Result<LogControl> {
 }
 
 impl LogControl {
-    /// Logs what the settings say from now on; the format stays.
+    /// Applies the log filter of the settings. The log format does not change.
     pub(super) fn reload(&self, settings: &Settings) -> anyhow::Result<()> {
         (self.0)(filter(settings)?)
     }

@@ -112,8 +112,8 @@ impl RemoteMachine {
         })
     }
 
-    /// Where a command would run that is to run in `given`, if that is known without asking, and
-    /// whether it was given or only expected.
+    /// Working directory of a command, if it is known without a request. The flag says whether the
+    /// user gave it; otherwise it is the directory that the server reported last.
     pub(super) fn known_directory(&self, given: Option<&Path>) -> Option<(PathBuf, bool)> {
         // Known only if the machine has answered a moment ago.
         let expected = self.connect.directory()?.to_native().ok()?;

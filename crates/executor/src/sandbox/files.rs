@@ -378,7 +378,7 @@ impl ConfinedFiles {
         Ok(self.key_on(&RealDisk)?.map(Arc::new))
     }
 
-    /// The same for a given disk.
+    /// Returns the key of the helper, with the policy resolved on `disk`.
     fn key_on(&self, disk: &dyn Disk) -> Result<Option<HelperKey>, FsError> {
         let config = self.executor.config();
         let context = PolicyDirectories {
