@@ -3,12 +3,13 @@
 use serde_json::json;
 use tokio::io::AsyncReadExt as _;
 
-use crate::{SandboxFixture, ServerUser, for_both, policy, read_only, special};
+use crate::{SandboxFixture, ServerUser, for_both, is_root, policy, read_only, special};
 
 for_both! {
     socket_pairs_work_without_network,
     every_socket_family_is_refused_without_network,
     unix_sockets_of_the_host_are_unreachable_without_network,
+    commands_without_network_share_an_empty_network_namespace,
     enabled_network_reaches_the_host_and_files_stay_restricted,
 }
 
@@ -130,4 +131,27 @@ async fn enabled_network_reaches_the_host_and_files_stay_restricted(user: Server
         !mechanisms.contains(&json!("network_namespace")),
         "{mechanisms:?}"
     );
+}
+
+async fn commands_without_network_share_an_empty_network_namespace(user: ServerUser) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let host = std::fs::read_link("/proc/self/ns/net").unwrap();
+    let script = "readlink /proc/self/ns/net; grep -c : /proc/net/dev; cat /proc/net/unix | wc -l";
+    let mut namespaces = Vec::new();
+    for _ in 0..3 {
+        let outcome = fixture.sh(&read_only(), script).await;
+        let lines: Vec<&str> = outcome.stdout.lines().collect();
+        let [namespace, interfaces, sockets] = lines[..] else {
+            panic!("{outcome:?}")
+        };
+        assert_ne!(namespace, host.to_str().unwrap());
+        // The loopback interface, and the title of the table of sockets.
+        assert_eq!((interfaces, sockets), ("1", "1"), "{outcome:?}");
+        namespaces.push(namespace.to_owned());
+    }
+    // Without privileges, each command creates its own.
+    if user == ServerUser::Own && is_root() {
+        namespaces.dedup();
+        assert_eq!(namespaces.len(), 1, "{namespaces:?}");
+    }
 }
