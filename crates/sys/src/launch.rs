@@ -206,7 +206,10 @@ unsafe fn become_program(plan: &ChildPlan<'_>) -> (SpawnStep, c_int) {
                 let [first, second, third] = numbers;
                 let above = first.max(second).max(third) + 1;
                 let flags = libc::CLOSE_RANGE_UNSHARE;
-                if libc::syscall(libc::SYS_close_range, above, c_int::MAX, flags) < 0 {
+                // Where the kernel does not know the flag, copy the whole table instead.
+                if libc::syscall(libc::SYS_close_range, above, c_int::MAX, flags) < 0
+                    && libc::unshare(libc::CLONE_FILES) < 0
+                {
                     return (SpawnStep::Descriptors, errno());
                 }
                 numbers
