@@ -74,8 +74,15 @@ pub(crate) const EXIT_CAUSES: [&str; 4] = ["success", "failure", "signal", "time
 pub(crate) const NETWORK_OUTCOMES: [&str; 3] = ["allow", "deny", "ask"];
 
 /// Labels for why a connection was refused.
-pub(crate) const REFUSALS: [&str; 6] =
-    ["token", "header", "throttled", "origin", "limit", "sandbox"];
+pub(crate) const REFUSALS: [&str; 7] = [
+    "token",
+    "header",
+    "throttled",
+    "origin",
+    "limit",
+    "sandbox",
+    "user",
+];
 
 /// The check that refused a connection.
 #[derive(Debug, Clone, Copy)]
@@ -86,6 +93,7 @@ pub(crate) enum RefusalCause {
     Origin,
     Limit,
     Sandbox,
+    User,
 }
 
 impl From<AuthError> for RefusalCause {

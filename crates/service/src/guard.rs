@@ -25,6 +25,10 @@ pub struct AdmissionRules {
     /// Reverse proxies whose `X-Forwarded-For` header is trusted when failures are counted by
     /// address.
     pub trusted_proxies: TrustedProxies,
+    /// Without authentication, whether all users of this machine may connect to a TCP port: this also
+    /// holds for every client of an exposed port. Otherwise only processes of the same user and root
+    /// may.
+    pub danger_any_user: bool,
 }
 
 /// Checks new connections; shared by all listeners of a server.
@@ -106,6 +110,12 @@ impl ConnectionGuard {
 
     fn state(&self) -> Arc<GuardState> {
         Arc::clone(&self.state.read())
+    }
+
+    /// Whether a TCP client must belong to the user of this server.
+    pub(crate) fn accepts_own_user_only(&self) -> bool {
+        let state = self.state();
+        !state.rules.auth.is_required() && !state.rules.danger_any_user
     }
 
     /// Whether the origin of a request is allowed. Browsers always send one.

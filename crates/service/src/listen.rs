@@ -3,7 +3,7 @@
 use std::fmt;
 use std::fs;
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{AddrParseError, IpAddr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
@@ -26,6 +26,7 @@ use crate::auth::AuthMethod;
 use crate::connection_limits::CountedConnection;
 use crate::counters::RefusalCause;
 use crate::guard::{AdmissionRefusal, AdmittedConnection, ConnectionGuard};
+use crate::peer_owner;
 use crate::server::{ExecServer, SessionLifetime};
 use crate::socket;
 
@@ -74,11 +75,13 @@ impl FromStr for ListenUrl {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         if let Some(address) = text.strip_prefix("ws://") {
             let invalid = |_| ExecServerListenUrlParseError::InvalidWebsocket(text.to_owned());
-            return address.parse().map(Self::Websocket).map_err(invalid);
+            return socket_address(address)
+                .map(Self::Websocket)
+                .map_err(invalid);
         }
         if let Some(address) = text.strip_prefix("wss://") {
             let invalid = |_| ExecServerListenUrlParseError::InvalidTls(text.to_owned());
-            return address.parse().map(Self::Tls).map_err(invalid);
+            return socket_address(address).map(Self::Tls).map_err(invalid);
         }
         if let Some(path) = text.strip_prefix("unix://") {
             let path = PathBuf::from(path);
@@ -92,6 +95,14 @@ impl FromStr for ListenUrl {
             "off" => Ok(Self::Off),
             _ => Err(ExecServerListenUrlParseError::Unsupported(text.to_owned())),
         }
+    }
+}
+
+/// Parses `IP:PORT` or `localhost:PORT`.
+fn socket_address(text: &str) -> Result<SocketAddr, AddrParseError> {
+    match text.strip_prefix("localhost:") {
+        Some(port) => format!("127.0.0.1:{port}").parse(),
+        None => text.parse(),
     }
 }
 
@@ -282,6 +293,14 @@ impl Listener {
         &self.url
     }
 
+    /// The address of a TCP listener.
+    fn address(&self) -> Option<SocketAddr> {
+        match self.url {
+            ListenUrl::Websocket(address) | ListenUrl::Tls(address) => Some(address),
+            _ => None,
+        }
+    }
+
     /// Accepts connections until the server has shut down. During the shutdown, new connections get
     /// an error response.
     pub async fn serve(self, server: ExecServer) {
@@ -323,6 +342,7 @@ impl Listener {
                 None => "exec-server websocket on a unix socket".to_owned(),
             },
             address,
+            ends: peer.zip(self.address()),
             certificate: None,
             place,
         };
@@ -386,6 +406,8 @@ struct AcceptedConnection {
     address: Option<IpAddr>,
     /// Who has connected, if it may be a sandboxed process of this program.
     local: Option<LocalPeer>,
+    /// The client's end of a TCP connection, and this one.
+    ends: Option<(SocketAddr, SocketAddr)>,
     /// The key of the client certificate, if the client has one.
     certificate: Option<Pin>,
     place: CountedConnection,
@@ -500,6 +522,13 @@ impl AcceptedConnection {
             RequestRoute::Upgrade(key) => key,
             RequestRoute::Answer(status, body) => return Err(response(status, body, None)),
         };
+        if let Some((peer, local)) = self.ends
+            && self.guard.accepts_own_user_only()
+            && let Err(reason) = peer_owner::check(peer, local)
+        {
+            self.refuse(RefusalCause::User, &reason);
+            return Err(response(403, &reason, None));
+        }
         let admitted = self.guard.admit(head, self.address);
         let mut admission = admitted.map_err(|refusal| match refusal {
             AdmissionRefusal::Unauthorized(error) => {
@@ -623,8 +652,10 @@ mod tests {
             assert_eq!(text.parse::<ListenUrl>().unwrap().to_string(), text);
         }
         assert_eq!("stdio://".parse(), Ok(ListenUrl::Stdio));
+        let local = "ws://localhost:7".parse::<ListenUrl>().unwrap();
+        assert_eq!(local.to_string(), "ws://127.0.0.1:7");
         for text in [
-            "ws://localhost:1",
+            "ws://somehost:1",
             "ws://127.0.0.1",
             "ws://127.0.0.1:1/",
             "ws://1.2.3.4:1/x",

@@ -31,6 +31,9 @@ pub(super) fn rules(settings: &Settings) -> anyhow::Result<AdmissionRules> {
         auth: auth(settings)?,
         allowed_origins: allowed_origins.into_iter().map(str::to_owned).collect(),
         trusted_proxies: trusted_proxies.context("`auth.trusted_proxies`")?,
+        // A client certificate is authentication, too.
+        danger_any_user: settings.flag("auth.danger_no_auth")
+            || settings.path("tls.client_ca").is_some(),
     })
 }
 

@@ -11,12 +11,14 @@ use std::time::Duration;
 
 use clap::builder::PossibleValuesParser;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
+use exec_server_protocol::process::SignalName;
 use exec_server_rendezvous::TokenRole;
 
 use super::settings::{FORMATS, MODES};
 use super::{codex, overview};
 
 use super::fs::args::{CpArgs, FsArgs};
+use super::kill::signal_named;
 
 /// Ends the short help of every command that works on another machine.
 macro_rules! machine_note {
@@ -101,6 +103,14 @@ pub(super) fn definition() -> clap::Command {
 }
 
 impl CliCommand {
+    /// The same command, which was named and not only meant.
+    fn named(mut self) -> Self {
+        if let Self::Serve(args) = &mut self {
+            args.is_own = true;
+        }
+        self
+    }
+
     /// Parses this program's arguments.
     ///
     /// Where there is nothing to run, prints the help, the version or the error, and returns the exit
@@ -118,7 +128,7 @@ impl CliCommand {
         }
         let is_named = !first.is_empty() && !first.as_encoded_bytes().starts_with(b"-");
         if is_named && let Ok(named) = CommandsOnly::try_parse_from(&arguments) {
-            return Ok(named.command);
+            return Ok(named.command.named());
         }
         if let Some(code) = overview::answer() {
             return Err(code);
@@ -129,7 +139,7 @@ impl CliCommand {
             .and_then(|mut matches| CliArgs::from_arg_matches_mut(&mut matches));
         match parsed {
             Ok(args) => Ok(match args.command {
-                Some(command) => command,
+                Some(command) => command.named(),
                 None => Self::Serve(Box::new(args.serve)),
             }),
             Err(error) => Err(refuse(&error.format(&mut definition))),
@@ -155,7 +165,7 @@ pub(super) fn refuse(error: &clap::Error) -> ExitCode {
 pub(super) enum CliCommand {
     /// Serve clients: run their commands, give them files
     #[command(after_help = "Examples:
-  exec-server serve                                  on loopback, on a free port
+  exec-server serve                                  for this user: run --on serve
   exec-server serve --listen unix:///run/exec.sock
   exec-server serve --listen wss://0.0.0.0:4600 --tls-self-signed \\
       --ws-auth capability-token --ws-token-file token
@@ -204,8 +214,9 @@ this program, also without a connection; ~? lists the escape sequences; ~~ sends
     /// End a process of a server, with everything it started
     #[command(after_help = concat!("Examples:
   exec-server kill --url ws://127.0.0.1:4600 build-7
-  exec-server kill --signal interrupt build-7
-  exec-server kill --force 3f2a build-7      in the session whose id begins with 3f2a
+  exec-server kill -s INT build-7
+  exec-server kill -9 464 run-461            several, by pid or id
+  exec-server kill 3f2a/build-7              in the session whose id begins with 3f2a
 
 `exec-server ps` lists processes and sessions. Sends SIGTERM, and SIGKILL after
 --grace; prints what could not be ended and exits with 1.", machine_note!()))]
@@ -404,10 +415,15 @@ accepts the options of `codex exec-server`, and no other command of Codex.")]
 // Options of `serve`.
 #[derive(Debug, Default, clap::Args)]
 pub(super) struct ServeArgs {
+    /// The command `serve` was named: without --listen, the server listens on this user's socket.
+    #[arg(skip)]
+    pub(super) is_own: bool,
+
     /// Listen on `ws://IP:PORT`, `wss://IP:PORT`, `unix:///PATH`, `stdio`, or `off`
     ///
     /// Port 0 picks a free port. The URL for clients is printed on standard output. Can be given
-    /// several times. [default: ws://127.0.0.1:0]
+    /// several times. Without --listen, `serve` listens on a private socket of this user, which `ps`,
+    /// `kill`, `status` and `--on serve` find. [default without `serve`: ws://127.0.0.1:0]
     #[arg(long, value_name = "URL")]
     pub(super) listen: Vec<String>,
 
@@ -427,9 +443,10 @@ pub(super) struct ServeArgs {
     #[arg(long, value_name = "COUNT", hide_short_help = true)]
     pub(super) threads: Option<NonZeroUsize>,
 
-    /// Allow listening beyond loopback without authentication
+    /// Allow every client that can reach the port to run commands, without authentication
     ///
-    /// Anyone who can reach the port can then run commands as this user.
+    /// Also allows listening beyond loopback. Without it, and without tokens, the port of a loopback
+    /// address serves processes of the same user and root only.
     #[arg(long)]
     pub(super) danger_no_auth: bool,
 
@@ -1403,6 +1420,10 @@ pub(super) struct EnvAddArgs {
     #[arg(long)]
     pub(super) default: bool,
 
+    /// Skip the first connection, which shows whether the environment works
+    #[arg(long)]
+    pub(super) no_try: bool,
+
     /// Start this program, with its arguments, as a server on standard input and output
     #[arg(last = true, value_name = "PROGRAM")]
     pub(super) program: Vec<String>,
@@ -1710,12 +1731,12 @@ pub(super) struct StatusArgs {
 // Options of `kill`.
 #[derive(Debug, clap::Args)]
 pub(super) struct KillArgs {
-    /// Send this signal to the process group instead of ending the process
-    #[arg(long, short, value_enum)]
-    pub(super) signal: Option<SignalArg>,
+    /// Send this signal to the process group instead of ending the process: `INT`, `SIGINT` or `2`
+    #[arg(long, short, value_name = "SIGNAL", value_parser = signal_named)]
+    pub(super) signal: Option<SignalName>,
 
     /// Send SIGKILL without SIGTERM first
-    #[arg(long, short, conflicts_with = "signal")]
+    #[arg(long, short, short_alias = '9', conflicts_with = "signal")]
     pub(super) force: bool,
 
     /// Send SIGKILL this long after SIGTERM
@@ -1726,26 +1747,12 @@ pub(super) struct KillArgs {
     #[arg(long)]
     pub(super) json: bool,
 
-    /// End the process with this id; before it, the beginning of its session's id if needed
-    #[arg(required = true, num_args = 1..=2, value_names = ["SESSION] [PROCESS"])]
+    /// End these processes, by their ids or pids; SESSION/ID names one of several with the same id
+    #[arg(required = true, value_name = "PROCESS")]
     pub(super) target: Vec<String>,
 
     #[command(flatten)]
     pub(super) server: ServerArgs,
-}
-
-/// Signals by meaning.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub(super) enum SignalArg {
-    Interrupt,
-    Terminate,
-    Kill,
-    Hangup,
-    Quit,
-    User1,
-    User2,
-    Stop,
-    Continue,
 }
 
 /// Parses `500ms`, `10s`, `5m`, `1h` or plain seconds.

@@ -1,6 +1,5 @@
 //! `exec-server env`: the list of environments of this user.
 
-use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -20,6 +19,9 @@ use super::args::{EnvAddArgs, EnvCommand};
 use super::error::{self, notice};
 use super::table::table;
 use super::{on, print, runtime, ssh, trust};
+
+/// How long a new environment may take to answer; behind ssh, a server may be installed first.
+const TRY_LIMIT: Duration = Duration::from_secs(30);
 
 /// What stands for no environment.
 const NONE: &str = "none";
@@ -147,13 +149,35 @@ fn add(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
         }
         Ok(())
     })?;
-    print(
-        format!(
-            "added; to try it: exec-server run --on {} -- uname -a\n",
-            args.id
-        )
-        .as_bytes(),
-    )?;
+    print(format!("added `{}`\n", args.id).as_bytes())?;
+    try_out(args)
+}
+
+/// Connects to a new environment and prints what answered. A failure is no failure of `add`: the
+/// machine may be off.
+fn try_out(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
+    let list = on::list()?;
+    let Some(entry) = list.entry(&args.id).filter(|_| !args.no_try) else {
+        return Ok(ExitCode::SUCCESS);
+    };
+    let connect = on::way(&entry.connect, None)?;
+    let asked = runtime()?.block_on(ask(connect, TRY_LIMIT));
+    match asked {
+        Ok(answer) => print(
+            format!(
+                "exec-server {} answered in {:.1} ms; to use it: exec-server run --on {} -- uname -a\n",
+                answer.version().unwrap_or("of unknown version"),
+                millis(answer.latency),
+                args.id
+            )
+            .as_bytes(),
+        )?,
+        Err(error) => notice(&format!(
+            "`{}` does not work yet: {}",
+            args.id,
+            error::message(&error)
+        )),
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -456,19 +480,19 @@ fn millis(duration: Duration) -> f64 {
 
 fn as_table(reports: &[EnvironmentReport]) -> String {
     let rows = reports.iter().map(|report| {
-        let (state, version, latency, can) = match &report.outcome {
+        let (state, version, latency, about) = match &report.outcome {
             None => (
                 "ready",
                 env!("CARGO_PKG_VERSION").to_owned(),
                 String::new(),
-                String::new(),
+                report.target.clone(),
             ),
             Some(Err(error)) => ("failed", String::new(), String::new(), error.clone()),
             Some(Ok(answer)) => (
                 "ready",
                 answer.version().unwrap_or("unknown").to_owned(),
                 format!("{:.1} ms", millis(answer.latency)),
-                capabilities(answer),
+                report.target.clone(),
             ),
         };
         let id = if report.default {
@@ -476,7 +500,7 @@ fn as_table(reports: &[EnvironmentReport]) -> String {
         } else {
             report.id.clone()
         };
-        [id, state.to_owned(), version, latency, can]
+        [id, state.to_owned(), version, latency, about]
     });
     table(
         &[
@@ -484,21 +508,8 @@ fn as_table(reports: &[EnvironmentReport]) -> String {
             "STATUS",
             "VERSION",
             "LATENCY",
-            "CAPABILITIES",
+            "TARGET OR ERROR",
         ],
         rows,
     )
-}
-
-/// What an environment can do, on one line.
-fn capabilities(answer: &ProbeAnswer) -> String {
-    let mut text = answer.capabilities().join(", ");
-    let extensions = answer.extensions().len();
-    if extensions > 0 {
-        if !text.is_empty() {
-            text.push_str(", ");
-        }
-        let _ = write!(text, "{extensions} extensions");
-    }
-    text
 }

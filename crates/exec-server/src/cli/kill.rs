@@ -10,75 +10,124 @@ use exec_server_protocol::process::{
     TerminateParams,
 };
 
-use super::args::{KillArgs, SignalArg};
-use super::error::notice;
+use super::args::KillArgs;
+use super::error::{self, notice};
 use super::table::visible;
 use super::{connect, print, runtime};
 
 pub(super) fn run(args: &KillArgs) -> anyhow::Result<ExitCode> {
     runtime()?.block_on(async {
         let client = connect(&args.server).await?;
-        let process = find(&client, &args.target).await?;
-        match args.signal {
-            Some(signal) => send(&client, process, signal).await,
-            None => end(&client, process, args).await,
+        let listed = client.call::<List>(&ListParams { all: true }).await?;
+        let targets = targets(&listed.processes, &args.target)?;
+        let mut code = ExitCode::SUCCESS;
+        for process in targets {
+            let outcome = match args.signal {
+                Some(signal) => send(&client, process, signal).await,
+                None => end(&client, process, args).await,
+            };
+            match outcome {
+                Ok(true) => {}
+                Ok(false) => code = ExitCode::FAILURE,
+                Err(error) => {
+                    error::report(&error);
+                    code = ExitCode::FAILURE;
+                }
+            }
         }
+        Ok(code)
     })
 }
 
-/// The one running process that is meant.
-async fn find(client: &ExecServerClient, target: &[String]) -> anyhow::Result<ListedProcess> {
-    let (session, id) = match target {
-        [id] => ("", id),
-        [session, id] => (session.as_str(), id),
-        _ => bail!("expected [SESSION] PROCESS"),
+/// The processes that are meant: each by its id, its pid, or the beginning of its session's id and its
+/// own id.
+fn targets(listed: &[ListedProcess], words: &[String]) -> anyhow::Result<Vec<ListedProcess>> {
+    let mut found = Vec::new();
+    let mut words = words.iter();
+    while let Some(word) = words.next() {
+        let (session, id) = match word.split_once('/') {
+            Some((session, id)) => (session, id),
+            None if has_session(listed, word) && !is_process(listed, word) => {
+                let Some(id) = words.next() else {
+                    bail!("`{word}` is a session; type the id of a process after it");
+                };
+                (word.as_str(), id.as_str())
+            }
+            None => ("", word.as_str()),
+        };
+        found.push(find(listed, session, id)?);
+    }
+    Ok(found)
+}
+
+fn has_session(listed: &[ListedProcess], prefix: &str) -> bool {
+    let mut sessions = listed
+        .iter()
+        .filter_map(|process| process.session_id.as_deref());
+    sessions.any(|id| id.starts_with(prefix))
+}
+
+fn is_process(listed: &[ListedProcess], word: &str) -> bool {
+    listed.iter().any(|process| is_named(process, word))
+}
+
+/// Whether a word of the command line names a process: its id, or its pid.
+fn is_named(process: &ListedProcess, word: &str) -> bool {
+    process.process_id == word || (process.running && process.pid.to_string() == word)
+}
+
+/// The one process that is meant.
+fn find(listed: &[ListedProcess], session: &str, id: &str) -> anyhow::Result<ListedProcess> {
+    let in_session = |process: &&ListedProcess| {
+        let own = process.session_id.as_deref().unwrap_or("");
+        own.starts_with(session)
     };
-    let listed = client.call::<List>(&ListParams { all: true }).await?;
-    let mut found: Vec<ListedProcess> = listed
-        .processes
-        .into_iter()
-        .filter(|process| process.process_id == *id)
-        .filter(|process| {
-            process
-                .session_id
-                .as_deref()
-                .unwrap_or("")
-                .starts_with(session)
-        })
-        .collect();
+    let all = || listed.iter().filter(in_session);
+    let mut found: Vec<&ListedProcess> = all().filter(|one| one.process_id == id).collect();
+    if found.is_empty() {
+        found = all().filter(|one| is_named(one, id)).collect();
+    }
     if found.len() > 1 && found.iter().any(|process| process.running) {
         found.retain(|process| process.running);
     }
-    match (found.pop(), found.len()) {
-        (Some(process), 0) => Ok(process),
-        (None, _) => {
-            bail!("there is no process `{id}` on this server; `exec-server ps` lists them")
-        }
-        (Some(_), more) => {
-            bail!(
-                "{} sessions have a process `{id}`; type the session's id before it",
-                more + 1
-            )
-        }
+    match found[..] {
+        [process] => Ok(process.clone()),
+        [] => bail!("there is no process `{id}` on this server; `exec-server ps` lists them"),
+        _ => bail!(
+            "{} sessions have a process `{id}`; type SESSION/{id}, with the beginning of the \
+             session's id",
+            found.len()
+        ),
     }
+}
+
+/// A signal by its name, with or without `SIG`, its meaning, or its number.
+pub(super) fn signal_named(text: &str) -> Result<SignalName, String> {
+    let name = text.to_ascii_uppercase();
+    let name = name.strip_prefix("SIG").unwrap_or(&name);
+    Ok(match name {
+        "INT" | "INTERRUPT" | "2" => SignalName::Interrupt,
+        "TERM" | "TERMINATE" | "15" => SignalName::Terminate,
+        "KILL" | "9" => SignalName::Kill,
+        "HUP" | "HANGUP" | "1" => SignalName::Hangup,
+        "QUIT" | "3" => SignalName::Quit,
+        "USR1" | "USER1" | "10" => SignalName::User1,
+        "USR2" | "USER2" | "12" => SignalName::User2,
+        "STOP" | "19" => SignalName::Stop,
+        "CONT" | "CONTINUE" | "18" => SignalName::Continue,
+        _ => {
+            return Err(format!(
+                "there is no signal `{text}`; one of INT, TERM, KILL, HUP, QUIT, USR1, USR2, STOP, CONT"
+            ));
+        }
+    })
 }
 
 async fn send(
     client: &ExecServerClient,
     process: ListedProcess,
-    signal: SignalArg,
-) -> anyhow::Result<ExitCode> {
-    let signal = match signal {
-        SignalArg::Interrupt => SignalName::Interrupt,
-        SignalArg::Terminate => SignalName::Terminate,
-        SignalArg::Kill => SignalName::Kill,
-        SignalArg::Hangup => SignalName::Hangup,
-        SignalArg::Quit => SignalName::Quit,
-        SignalArg::User1 => SignalName::User1,
-        SignalArg::User2 => SignalName::User2,
-        SignalArg::Stop => SignalName::Stop,
-        SignalArg::Continue => SignalName::Continue,
-    };
+    signal: SignalName,
+) -> anyhow::Result<bool> {
     let params = SignalParams {
         process_id: process.process_id,
         signal,
@@ -86,14 +135,14 @@ async fn send(
         session_id: process.session_id,
     };
     client.call::<Signal>(&params).await?;
-    Ok(ExitCode::SUCCESS)
+    Ok(true)
 }
 
 async fn end(
     client: &ExecServerClient,
     process: ListedProcess,
     args: &KillArgs,
-) -> anyhow::Result<ExitCode> {
+) -> anyhow::Result<bool> {
     let mode = if args.force {
         TerminateMode::Force
     } else {
@@ -123,7 +172,7 @@ async fn end(
             let id = visible(&process.process_id);
             print(format!("{id} {what}, nothing of it is left\n").as_bytes())?;
         }
-        return Ok(ExitCode::SUCCESS);
+        return Ok(true);
     }
     for survivor in &survivors {
         notice(&visible(&format!(
@@ -131,5 +180,63 @@ async fn end(
             survivor.pid, survivor.command
         )));
     }
-    Ok(ExitCode::FAILURE)
+    Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn process(session: &str, id: &str, pid: i32) -> ListedProcess {
+        ListedProcess {
+            process_id: id.to_owned(),
+            argv: Vec::new(),
+            cwd: exec_server_protocol::PathUri::default(),
+            tty: false,
+            pid,
+            started_at_ms: 0,
+            running: true,
+            exit_code: None,
+            next_seq: 1,
+            retained_bytes: 0,
+            evicted_bytes: 0,
+            discarded_bytes: 0,
+            session_id: Some(session.to_owned()),
+        }
+    }
+
+    #[test]
+    fn kill_takes_what_ps_shows() {
+        let listed = [
+            process("27902b9d-1", "run-461", 464),
+            process("3f2a0000-2", "build", 500),
+            process("27902b9d-1", "build", 501),
+        ];
+        let pids = |words: &[&str]| -> anyhow::Result<Vec<i32>> {
+            let words: Vec<String> = words.iter().map(|&word| word.to_owned()).collect();
+            let found = targets(&listed, &words)?;
+            Ok(found.iter().map(|process| process.pid).collect())
+        };
+        assert_eq!(pids(&["run-461"]).unwrap(), [464]);
+        assert_eq!(pids(&["464", "500"]).unwrap(), [464, 500]);
+        assert_eq!(pids(&["3f2a", "build", "501"]).unwrap(), [500, 501]);
+        assert_eq!(pids(&["2790/build"]).unwrap(), [501]);
+        for (words, says) in [
+            (&["build"][..], "type SESSION/build"),
+            (&["3f2a"], "`3f2a` is a session"),
+            (&["nothing"], "no process `nothing`"),
+            (&["465"], "no process `465`"),
+        ] {
+            let error = pids(words).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
+    }
+
+    #[test]
+    fn signals_have_names_and_numbers() {
+        for text in ["INT", "SIGINT", "sigint", "2", "interrupt"] {
+            assert_eq!(signal_named(text), Ok(SignalName::Interrupt), "{text}");
+        }
+        assert!(signal_named("TOP").unwrap_err().contains("USR1"));
+    }
 }

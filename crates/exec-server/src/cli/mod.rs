@@ -20,6 +20,7 @@ mod mcp;
 mod network;
 mod on;
 mod overview;
+mod own_socket;
 mod ps;
 mod registry;
 mod remote;
@@ -141,8 +142,15 @@ async fn connect(server: &ServerArgs) -> anyhow::Result<ExecServerClient> {
 fn required(server: &ServerArgs) -> anyhow::Result<RemoteMachine> {
     match on::resolve(server)? {
         CommandLocation::There(there) => Ok(there),
-        CommandLocation::Here => {
-            bail!("no server given: pass --on ENV or --url URL, or set EXEC_SERVER_URL")
-        }
+        CommandLocation::Here => match own_socket::found() {
+            Some(url) if server.on.is_none() => match on::named(&url, server)? {
+                CommandLocation::There(there) => Ok(there),
+                CommandLocation::Here => bail!("`{url}` is not the URL of a server"),
+            },
+            _ => bail!(
+                "no server given: start one with `exec-server serve`, pass --on ENV or --url URL, \
+                 or set EXEC_SERVER_URL"
+            ),
+        },
     }
 }

@@ -26,7 +26,10 @@ use exec_server_registry::RegistryUrlParseError;
 use super::args::ServerArgs;
 use super::error::{self, notice};
 use super::settings::variable;
-use super::{access, registry, ssh};
+use super::{access, own_socket, registry, ssh};
+
+/// Name of the server that `exec-server serve` runs for this user.
+const OWN_SERVER: &str = "serve";
 
 /// Where a command works.
 #[derive(Debug)]
@@ -267,6 +270,11 @@ fn in_environment(
             there.token = Some("its token".to_owned());
             Ok(CommandLocation::There(there))
         }
+        // The server that `exec-server serve` runs for this user.
+        None if id == OWN_SERVER => match own_socket::found() {
+            Some(url) => at_url(&url, server),
+            None => bail!("this user has no server; start it with `exec-server serve`"),
+        },
         None => bail!(
             "there is no environment `{id}`; there are: {}. For a machine with an sshd: --on ssh://{id}",
             ids(list)

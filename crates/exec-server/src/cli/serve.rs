@@ -22,6 +22,7 @@ use tokio::task::JoinSet;
 
 use super::args::ServeArgs;
 use super::daemon::IdleDetector;
+use super::error::notice;
 use super::log::{self, LogControl};
 use super::settings::{self, Settings};
 use super::{access, remote, systemd};
@@ -148,6 +149,9 @@ async fn serve(
         idle.write_identity()?;
     }
     announce(&listeners)?;
+    if !proven {
+        warn_about_root(&settings, &listeners);
+    }
     let mut tasks = JoinSet::new();
     for listener in listeners {
         // Each ends when the server has.
@@ -388,6 +392,26 @@ impl ServerUpkeep {
                 tracing::error!("cannot reload the certificate, keeping the old one: {error}")
             }
         }
+    }
+}
+
+/// Warns if root serves a TCP port without authentication.
+fn warn_about_root(settings: &Settings, listeners: &[Listener]) {
+    let tcp = |listener: &&Listener| !matches!(listener.url(), ListenUrl::Unix(_));
+    let Some(listener) = listeners.iter().find(tcp) else {
+        return;
+    };
+    if !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let url = listener.url();
+    if settings.flag("auth.danger_no_auth") {
+        notice(&format!(
+            "warning: every client that can reach {url} can run commands as root; use tokens \
+             (--ws-auth capability-token)"
+        ));
+    } else {
+        tracing::warn!(%url, "every process of root on this machine can run commands, without a token");
     }
 }
 

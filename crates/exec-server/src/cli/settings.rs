@@ -21,6 +21,7 @@ use toml::Value;
 
 use super::access;
 use super::args::{ServeArgs, parse_duration};
+use super::own_socket;
 
 /// The variable that names the file.
 pub(super) const FILE_VARIABLE: &str = "EXEC_SERVER_CONFIG";
@@ -236,6 +237,13 @@ impl Settings {
         }
         for (name, flag, value) in flags(args) {
             settings.put(name, value, Origin::Flag(flag.to_owned()))?;
+        }
+        // A service manager that hands over sockets has decided where to listen.
+        let is_handed_over = env("LISTEN_FDS").is_some();
+        let is_chosen = settings.is_given("listen") || settings.is_remote() || is_handed_over;
+        if args.is_own && !is_chosen {
+            let url = Value::String(own_socket::to_listen_on()?);
+            settings.put("listen", Value::Array(vec![url]), Origin::Default)?;
         }
         Ok(settings)
     }

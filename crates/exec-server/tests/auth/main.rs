@@ -23,6 +23,7 @@ mod drain;
 mod identity;
 mod operate;
 mod overload;
+mod own_user;
 mod reach;
 mod scopes;
 mod secrets;

@@ -233,7 +233,12 @@ async fn program_can_be_an_environment() {
 async fn env_status_reports_ready_and_failed_environments() {
     let home = UserHome::new();
     let server = server().await;
-    home.ok(&["env", "add", "worker", server.url(), "--default"]);
+    let added = home.ok(&["env", "add", "worker", server.url(), "--default"]);
+    let version = env!("CARGO_PKG_VERSION");
+    assert!(
+        added.contains(&format!("exec-server {version} answered in ")),
+        "{added}"
+    );
     let all: Value = serde_json::from_str(&home.ok(&["env", "status", "--json"])).unwrap();
     let [local, worker] = &all["environments"].as_array().unwrap()[..] else {
         panic!("{all}");
@@ -259,8 +264,18 @@ async fn env_status_reports_ready_and_failed_environments() {
         table.starts_with("ENVIRONMENT") && table.contains("worker*"),
         "{table}"
     );
+    assert!(
+        table.contains(server.url()) && !table.contains("extensions"),
+        "{table}"
+    );
 
-    home.ok(&["env", "add", "gone", "unix:///nonexistent/socket"]);
+    let (_, error, code) = home.run(&["env", "add", "gone", "unix:///nonexistent/socket"]);
+    assert_eq!(code, 0, "{error}");
+    assert!(
+        error.starts_with("exec-server: `gone` does not work yet: ")
+            && error.contains("/nonexistent/socket"),
+        "{error}"
+    );
     let (out, _, code) = home.run(&["env", "status", "--json"]);
     let all: Value = serde_json::from_str(&out).unwrap();
     assert_eq!(

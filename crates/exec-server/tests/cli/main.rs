@@ -325,6 +325,55 @@ async fn kill_sends_the_given_signal() {
     assert_eq!(running.wait().unwrap().code(), Some(9));
 }
 
+#[tokio::test]
+async fn kill_takes_several_ids_and_pids() {
+    let server = server().await;
+    let start = || {
+        let mut running = Command::new(BINARY)
+            .args(["run", "--url", server.url(), "--", "sh", "-c"])
+            .arg("trap '' TERM; echo up; while :; do sleep 0.05; done")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut up = [0; 3];
+        std::io::Read::read_exact(running.stdout.as_mut().unwrap(), &mut up).unwrap();
+        running
+    };
+    let (mut one, mut other) = (start(), start());
+    let listed = run_with(Some(server.url()), &["ps", "--json"], b"").stdout;
+    let listed: serde_json::Value = serde_json::from_slice(&listed).unwrap();
+    let id = format!("run-{}", one.id());
+    let of_other = format!("run-{}", other.id());
+    let processes = listed["processes"].as_array().unwrap();
+    let found = processes
+        .iter()
+        .find(|p| p["processId"] == of_other.as_str());
+    let pid = found.unwrap()["pid"].to_string();
+    let (out, error, code) = seen(&run_with(
+        Some(server.url()),
+        &["kill", "-9", &id, &pid],
+        b"",
+    ));
+    assert_eq!(code, 0, "{error}");
+    assert_eq!(
+        out,
+        format!("{id} ended, nothing of it is left\n{of_other} ended, nothing of it is left\n")
+    );
+    assert_eq!(one.wait().unwrap().code(), Some(137));
+    assert_eq!(other.wait().unwrap().code(), Some(137));
+    let (_, error, code) = seen(&run_with(
+        Some(server.url()),
+        &["kill", "-s", "NO", "x"],
+        b"",
+    ));
+    assert!(
+        code == 2 && error.contains("there is no signal `NO`"),
+        "{error}"
+    );
+}
+
 #[test]
 fn completions_contain_the_commands() {
     for shell in ["bash", "zsh", "fish"] {

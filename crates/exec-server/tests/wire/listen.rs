@@ -39,8 +39,8 @@ async fn invalid_listen_urls_are_rejected() {
         ("", "unsupported --listen URL ``"),
         ("http://127.0.0.1:0", "expected `ws://IP:PORT`"),
         (
-            "ws://localhost:0",
-            "invalid websocket --listen URL `ws://localhost:0`",
+            "ws://somehost:0",
+            "invalid websocket --listen URL `ws://somehost:0`",
         ),
         ("ws://127.0.0.1", "invalid websocket --listen URL"),
         ("ws://127.0.0.1:0/", "invalid websocket --listen URL"),

@@ -18,6 +18,7 @@ use super::super::error;
 use super::super::network::TypedKeys;
 use super::super::terminal;
 use super::input::{Escape, EscapeReceiver, Input};
+use super::loss::ConnectionLosses;
 use super::output::{self, Writer};
 use super::{OUR_FAILURE, TIMED_OUT, say};
 
@@ -122,6 +123,7 @@ pub(super) struct CommandStreams {
 pub(super) struct DrivenCommand {
     process: Arc<dyn ExecProcess>,
     streams: CommandStreams,
+    losses: Arc<ConnectionLosses>,
     /// False while the connection is lost.
     is_connected: Arc<AtomicBool>,
     writer: Writer,
@@ -143,9 +145,10 @@ pub(super) async fn drive_command(
     signals: &mut CommandSignals,
     streams: CommandStreams,
     keys: Arc<TypedKeys>,
-    is_connected: Arc<AtomicBool>,
+    losses: Arc<ConnectionLosses>,
 ) -> anyhow::Result<RunEnd> {
     let mut events = process.events()?;
+    let is_connected = losses.is_connected();
     let (queue, writer) = output::start().context("cannot start a thread for output")?;
     let mut escapes = None;
     let mut feeding = None;
@@ -161,6 +164,7 @@ pub(super) async fn drive_command(
     let mut driven = DrivenCommand {
         process,
         streams,
+        losses,
         is_connected,
         writer,
         queue: Some(queue),
@@ -290,6 +294,7 @@ impl DrivenCommand {
     }
 
     fn exited(&mut self, exit: &ProcessExit) {
+        self.losses.note_end();
         let status = u8::try_from(exit.exit_code & 0xff).unwrap_or(OUR_FAILURE);
         self.exit = Some(if exit.timed_out { TIMED_OUT } else { status });
         if self.streams.json {

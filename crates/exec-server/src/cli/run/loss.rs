@@ -13,10 +13,15 @@ use super::super::table::age;
 use super::super::terminal;
 use super::say;
 
+/// Time for events that arrived before the connection was lost.
+const LAST_EVENTS: Duration = Duration::from_millis(50);
+
 /// State of the connection, for other threads and for explanations.
 #[derive(Debug)]
 pub(super) struct ConnectionLosses {
     is_connected: Arc<AtomicBool>,
+    /// The command has ended: the connection is not needed any more.
+    has_ended: AtomicBool,
     /// When the connection was lost the last time, by the clock that goes on while a machine sleeps.
     lost_at: Mutex<Option<SystemTime>>,
 }
@@ -25,6 +30,7 @@ impl ConnectionLosses {
     pub(super) fn new() -> Self {
         Self {
             is_connected: Arc::new(AtomicBool::new(true)),
+            has_ended: AtomicBool::new(false),
             lost_at: Mutex::default(),
         }
     }
@@ -32,6 +38,11 @@ impl ConnectionLosses {
     /// False while the connection is lost.
     pub(super) fn is_connected(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.is_connected)
+    }
+
+    /// The command has ended.
+    pub(super) fn note_end(&self) {
+        self.has_ended.store(true, Ordering::Relaxed);
     }
 
     /// Prints when the connection is lost and when it is back; a final loss is an event of the
@@ -48,6 +59,11 @@ impl ConnectionLosses {
                 ConnectionState::Recovering => {
                     self.is_connected.store(false, Ordering::Relaxed);
                     *self.lost_at.lock() = Some(SystemTime::now());
+                    // A server that stops reports the end of the command first.
+                    tokio::time::sleep(LAST_EVENTS).await;
+                    if self.has_ended.load(Ordering::Relaxed) {
+                        return;
+                    }
                     let way_out = match terminal::is_raw() {
                         true => "^C twice, or Enter and ~., ends this program",
                         false => "^C ends this program",

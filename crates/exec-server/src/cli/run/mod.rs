@@ -78,7 +78,7 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
             if code == NOT_FOUND
                 && let Some(advice) = shell_advice(&command)
             {
-                eprintln!("\nhint: {advice}");
+                let _ = writeln!(std::io::stderr(), "\nhint: {advice}");
             }
             ExitCode::from(code)
         }
@@ -287,13 +287,12 @@ async fn execute(
         feeds,
         json: args.json,
     };
-    let is_connected = losses.is_connected();
     let outcome = drive_command(
         Arc::clone(&process),
         &mut signals,
         streams,
         keys,
-        is_connected,
+        Arc::clone(&losses),
     )
     .await;
     drop(raw);
