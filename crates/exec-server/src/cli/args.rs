@@ -443,10 +443,11 @@ pub(super) struct ServeArgs {
     #[arg(long, value_name = "COUNT", hide_short_help = true)]
     pub(super) threads: Option<NonZeroUsize>,
 
-    /// Allow every client that can reach the port to run commands, without authentication
+    /// Allow all clients without authentication
     ///
-    /// Also allows listening beyond loopback. Without it, and without tokens, the port of a loopback
-    /// address serves processes of the same user and root only.
+    /// Every client that can reach the port can then run commands as this user, and the port may be
+    /// on an address beyond loopback. Without it, and without tokens, a port serves processes of the
+    /// same user and root only.
     #[arg(long)]
     pub(super) danger_no_auth: bool,
 
