@@ -328,7 +328,7 @@ impl ConnectionReader {
                 let not_its_fault =
                     self.connection.has_paused_reading() || self.incoming.waits_for_memory();
                 if came | self.connection.outbox.was_read() | not_its_fault {
-                    keepalive.last_received(Instant::now());
+                    keepalive.record_received_data(Instant::now());
                 }
             }
             let wake = match self.keepalive.as_mut().map(|k| k.poll(Instant::now())) {
@@ -400,7 +400,7 @@ impl ConnectionReader {
             };
             self.connection.last_received.now();
             if let Some(keepalive) = &mut self.keepalive {
-                keepalive.last_received(Instant::now());
+                keepalive.record_received_data(Instant::now());
             }
             match event {
                 Ok(Some((LinkEvent::Message(text), shared))) => {

@@ -173,12 +173,15 @@ mod tests {
 
     /// Returns the resident kilobytes of files that this process has mapped.
     fn resident_files() -> u64 {
-        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let status = std::fs::read_to_string("/proc/self/status").expect("status of this process");
         let line = status
             .lines()
             .find_map(|line| line.strip_prefix("RssFile:"));
-        let kib = line.unwrap().trim().trim_end_matches(" kB");
-        kib.parse().unwrap()
+        let kib = line
+            .expect("a line with RssFile")
+            .trim()
+            .trim_end_matches(" kB");
+        kib.parse().expect("a number of kilobytes")
     }
 
     #[test]

@@ -120,9 +120,11 @@ pub(crate) fn environment_of(session: &SessionInfo) -> &str {
 impl McpServer {
     /// Creates a server. Its commands end when the last clone is dropped.
     pub fn new(environments: Arc<dyn ToolEnvironments>, options: McpOptions) -> Self {
-        let mut config = UnifiedExecConfig::default();
-        config.finished_sessions = FINISHED_SESSIONS;
-        config.transcript_bytes = TRANSCRIPT_BYTES;
+        let config = UnifiedExecConfig {
+            finished_sessions: FINISHED_SESSIONS,
+            transcript_bytes: TRANSCRIPT_BYTES,
+            ..UnifiedExecConfig::default()
+        };
         Self {
             shared: Arc::new(McpShared {
                 environments,

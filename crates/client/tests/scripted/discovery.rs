@@ -10,7 +10,7 @@ use exec_server_client::fs::uri;
 use exec_server_client::protocol::sandbox::Sandbox;
 use serde_json::json;
 
-use crate::environments::{Discovery, NumberedTarget, entry, list, root};
+use crate::environments::{NumberedTarget, ScriptedDiscovery, entry, list, root};
 
 async fn resolved(
     manager: &EnvironmentManager,
@@ -84,12 +84,12 @@ async fn new_handle_of_same_environment_uses_cached_results() {
 #[tokio::test]
 async fn transient_discovery_failure_is_retried_and_permanent_one_kept() {
     for (answers, lasting) in [
-        (vec![Discovery::OtherId], true),
-        (vec![Discovery::OtherPath], true),
-        (vec![Discovery::Nothing], true),
-        (vec![Discovery::Refused], true),
+        (vec![ScriptedDiscovery::OtherId], true),
+        (vec![ScriptedDiscovery::OtherPath], true),
+        (vec![ScriptedDiscovery::Nothing], true),
+        (vec![ScriptedDiscovery::Refused], true),
         // A single lost connection is retried internally, so it takes two to make the call fail.
-        (vec![Discovery::Cut, Discovery::Cut], false),
+        (vec![ScriptedDiscovery::Cut, ScriptedDiscovery::Cut], false),
     ] {
         let machine = NumberedTarget::new("m");
         let count = answers.len();
@@ -127,7 +127,7 @@ async fn transient_discovery_failure_is_retried_and_permanent_one_kept() {
         .answers
         .lock()
         .unwrap()
-        .push_back(Discovery::Cut);
+        .push_back(ScriptedDiscovery::Cut);
     let manager =
         EnvironmentManager::resting(list(None, vec![entry("m", &machine)]), None).unwrap();
     let roots = resolved(&manager, &[root("a", "m")]).await;

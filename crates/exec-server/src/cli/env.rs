@@ -160,8 +160,8 @@ fn try_out(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
     let Some(entry) = list.entry(&args.id).filter(|_| !args.no_try) else {
         return Ok(ExitCode::SUCCESS);
     };
-    let connect = on::way(&entry.connect, None)?;
-    let asked = runtime()?.block_on(ask(connect, TRY_LIMIT));
+    let connect = on::connect_target(&entry.connect, None)?;
+    let asked = runtime()?.block_on(probe(connect, TRY_LIMIT));
     match asked {
         Ok(answer) => print(
             format!(

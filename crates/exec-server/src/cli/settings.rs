@@ -240,7 +240,7 @@ impl Settings {
         }
         // A service manager that hands over sockets has decided where to listen.
         let is_handed_over = env("LISTEN_FDS").is_some();
-        let is_chosen = settings.is_given("listen") || settings.is_remote() || is_handed_over;
+        let is_chosen = settings.is_set("listen") || settings.is_remote() || is_handed_over;
         if args.is_own && !is_chosen {
             let url = Value::String(own_socket::to_listen_on()?);
             settings.put("listen", Value::Array(vec![url]), Origin::Default)?;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use exec_server::transport::{Link, LinkReceiver, LinkSender, RawEvent};
-use exec_server_relay::frame::{self, Body, Transmit};
+use exec_server_relay::frame::{self, FrameBody, Transmit};
 use exec_server_relay::keys::PublicKey;
 use exec_server_relay::reason::EndReason;
 use exec_server_transport::frame::WebsocketRole;
@@ -227,7 +227,7 @@ impl RegistryStub {
                 continue;
             };
             let frame = frame::decode(bytes).unwrap();
-            if matches!(frame.body, Body::Handshake { .. }) {
+            if matches!(frame.body, FrameBody::Handshake { .. }) {
                 self.handshakes.fetch_add(1, Ordering::Relaxed);
             }
             let to = {

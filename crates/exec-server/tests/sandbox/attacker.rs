@@ -475,7 +475,7 @@ async fn random_sequences_change_and_read_nothing_that_their_policies_forbid(use
         }
     }
     proc::all_gone(&marker).await;
-    println!("{count} sequences from seed {first} as {user:?}");
+    eprintln!("{count} sequences from seed {first} as {user:?}");
 }
 
 /// Runs one sequence; returns what it must not have done, and its steps.

@@ -424,7 +424,7 @@ fn is_public_in_proc(file: impl AsFd, found: &Stat, flags: OFlags) -> bool {
     if !is_own_instance || is_of_server(pid) || writes {
         return false;
     }
-    let last = components.last().map(OsStr::as_bytes);
+    let last = components.next_back().map(OsStr::as_bytes);
     !is_open || last.is_none_or(|name| !SECRETS_OF_PROCESSES.contains(&name))
 }
 

@@ -144,7 +144,7 @@ fn assert_refused(what: &str, path: &Path, outcome: Result<(), FsError>) {
     // The kernel refuses some of it to users other than root.
     let by_kernel = !rustix::process::geteuid().is_root()
         && matches!(&outcome, Err(FsError::Io { source, .. })
-            if source.kind() == std::io::ErrorKind::PermissionDenied);
+            if source.kind() == io::ErrorKind::PermissionDenied);
     assert!(
         by_kernel || matches!(outcome, Err(FsError::Protected(_))),
         "{what} {}: {outcome:?}",
