@@ -108,7 +108,7 @@ pub enum EndpointEvent {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SendError {
-    /// The queue is full. Returns the message; [`Event::Writable`] reports when to try again.
+    /// The queue is full. Returns the message; [`EndpointEvent::Writable`] reports when to try again.
     #[error("too much is queued on the stream")]
     Full(Bytes),
     /// The stream has ended or is closing.
@@ -311,7 +311,7 @@ impl Endpoint {
     }
 
     /// Executor: refuses a harness with a reset, or with a handshake message if the reason is
-    /// [`Reason::ExecutorRejected`].
+    /// [`EndReason::ExecutorRejected`].
     pub fn refuse(&mut self, now: Instant, stream: StreamKey, reason: EndReason) {
         let Some(pending) = self.streams.get_mut(&stream).filter(|s| s.is_pending()) else {
             return;

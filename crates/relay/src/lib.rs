@@ -48,7 +48,7 @@
 //! # What a rendezvous server should do
 //!
 //! When a socket ends, the server resets the streams on the other side with
-//! [`Reason::HarnessDetached`] or [`Reason::ExecutorDetached`]: compatible peers end the stream,
+//! [`EndReason::HarnessDetached`] or [`EndReason::ExecutorDetached`]: compatible peers end the stream,
 //! reliable ones wait for the peer's next `resume` and continue. A stream id can be claimed again
 //! once the socket that claimed it has closed.
 //!
@@ -56,7 +56,7 @@
 //!
 //! Frames around the ciphertext are not authenticated: a rendezvous server can drop, delay, reset
 //! or falsely acknowledge them, and so end a stream. It cannot read, change, repeat, reorder or add
-//! a message; an attempt ends the stream with [`Reason::DecryptFailed`].
+//! a message; an attempt ends the stream with [`EndReason::DecryptFailed`].
 
 #[cfg(feature = "noise")]
 mod endpoint;

@@ -84,7 +84,7 @@ impl UrlSigner {
     /// Minimum length of the secret: the length of a signature.
     pub const MIN_SECRET_BYTES: usize = 32;
 
-    /// Creates a signer. Returns `None` if the secret is shorter than [`Signer::MIN_SECRET_BYTES`].
+    /// Creates a signer. Returns `None` if the secret is shorter than [`Self::MIN_SECRET_BYTES`].
     pub fn new(secret: Secret) -> Option<Self> {
         (secret.expose().len() >= Self::MIN_SECRET_BYTES).then_some(Self(secret))
     }

@@ -90,7 +90,7 @@ static FREED: AtomicUsize = AtomicUsize::new(0);
 /// Whether a thread that returns memory is running.
 static RETURNING: AtomicBool = AtomicBool::new(false);
 
-/// Counts memory that an ended process has freed. Above [`RETURNED_BYTES`], a thread returns the
+/// Counts memory that an ended process has freed. Above `RETURNED_BYTES`, a thread returns the
 /// allocator's free memory to the system: otherwise the allocator would keep the memory of a burst
 /// of processes, because a few live blocks lie above the free ones.
 pub fn freed(bytes: usize) {

@@ -279,7 +279,7 @@ impl Decoder {
             })
     }
 
-    /// Returns the payload of the message reported by [`Step::Assembled`]; valid until the next
+    /// Returns the payload of the message reported by [`DecodeStep::Assembled`]; valid until the next
     /// step.
     pub fn assembled(&self) -> &[u8] {
         match self.shared.is_empty() {

@@ -180,7 +180,7 @@ impl<'a> ParsedToken<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::Malformed`] and [`Error::Algorithm`].
+    /// [`JwtError::Malformed`] and [`JwtError::Algorithm`].
     pub fn parse(text: &'a str, accepted: &[SignatureAlgorithm]) -> Result<Self, JwtError> {
         if text.len() > MAX_TOKEN_BYTES {
             return Err(JwtError::Malformed);
@@ -214,8 +214,8 @@ impl<'a> ParsedToken<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownKey`], also if the token names no key and no key matches;
-    /// [`Error::Signature`], [`Error::Malformed`], [`Error::Claim`] and [`Error::Subject`].
+    /// [`JwtError::UnknownKey`], also if the token names no key and no key matches;
+    /// [`JwtError::Signature`], [`JwtError::Malformed`], [`JwtError::Claim`] and [`JwtError::Subject`].
     pub fn verify(&self, keys: &[VerificationKey]) -> Result<VerifiedClaims, JwtError> {
         let mut named = false;
         for key in keys.iter().filter(|key| key.algorithm() == self.algorithm) {
@@ -284,7 +284,7 @@ impl VerifiedClaims {
     ///
     /// # Errors
     ///
-    /// [`Error::Expired`], [`Error::NotYet`], [`Error::Issuer`] and [`Error::Audience`].
+    /// [`JwtError::Expired`], [`JwtError::NotYet`], [`JwtError::Issuer`] and [`JwtError::Audience`].
     pub fn check(&self, expected: &ExpectedClaims<'_>) -> Result<(), JwtError> {
         let ExpectedClaims { now, leeway, .. } = *expected;
         if now > self.expires.saturating_add(leeway) {
@@ -432,7 +432,7 @@ pub(crate) fn sign_text(header: &str, claims: &str, secret: &Secret) -> Secret {
 ///
 /// # Errors
 ///
-/// [`Error::Malformed`] if the token is not three parts, or one of the first two is not JSON.
+/// [`JwtError::Malformed`] if the token is not three parts, or one of the first two is not JSON.
 pub fn inspect(token: &Secret) -> Result<(Value, Value), JwtError> {
     let [header, claims, _] = parts(token.expose()).ok_or(JwtError::Malformed)?;
     let read = |part: &str| serde_json::from_slice(&URL_SAFE_NO_PAD.decode(part).ok()?).ok();

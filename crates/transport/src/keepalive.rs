@@ -61,7 +61,7 @@ impl Keepalive {
     }
 
     /// Returns the action that is due. The caller calls it at the time of the last
-    /// [`Action::Wait`].
+    /// [`KeepaliveAction::Wait`].
     pub fn poll(&mut self, now: Instant) -> KeepaliveAction {
         let end = self.record_received_data + self.config.deadline;
         if now >= end {

@@ -188,7 +188,7 @@ impl<'a> RawEvent<'a> {
     ///
     /// # Errors
     ///
-    /// [`FrameError::Utf8`] if a text message is not valid UTF-8.
+    /// [`WebsocketError::Utf8`] if a text message is not valid UTF-8.
     pub fn decode(self) -> Result<LinkEvent<'a>, WebsocketError> {
         let (bytes, text) = match self {
             Self::Message { bytes, text } => (bytes, text),
