@@ -405,14 +405,17 @@ fn warn_about_root(settings: &Settings, listeners: &[Listener]) {
         return;
     }
     let url = listener.url();
-    if settings.flag("auth.danger_no_auth") {
-        notice(&format!(
+    // Not logged: the log shows errors only, unless the settings say otherwise.
+    notice(&match settings.flag("auth.danger_no_auth") {
+        true => format!(
             "warning: every client that can reach {url} can run commands as root; use tokens \
              (--ws-auth capability-token)"
-        ));
-    } else {
-        tracing::warn!(%url, "every process of root on this machine can run commands, without a token");
-    }
+        ),
+        false => format!(
+            "warning: every process of root on this machine can use {url} without a token; without \
+             --listen, the server uses a private socket"
+        ),
+    });
 }
 
 /// Prints the URL of each listener on standard output, and nothing else.

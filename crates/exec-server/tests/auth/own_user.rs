@@ -127,3 +127,33 @@ async fn shared_runtime_directory_is_refused() {
         "{error}"
     );
 }
+
+#[tokio::test]
+async fn root_is_warned_about_a_port_without_authentication() {
+    // Tests of the project run as root; another user gets no warning.
+    let is_root = rustix::process::geteuid().is_root();
+    for (flags, expected) in [
+        (
+            &[][..],
+            "every process of root on this machine can use ws://",
+        ),
+        (&["--danger-no-auth"], "every client that can reach ws://"),
+    ] {
+        let mut command = tokio::process::Command::new(BINARY);
+        command.args(flags);
+        let server = ServerProcess::start(command).await;
+        if is_root {
+            server.said("exec-server: warning: ").await;
+            let printed = server.stderr();
+            assert!(printed.contains(expected), "{printed}");
+        } else {
+            assert_eq!(server.stderr(), "");
+        }
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let socket = format!("unix://{}/socket", directory.path().display());
+    let server = ServerProcess::listening(tokio::process::Command::new(BINARY), &socket).await;
+    let output = client(directory.path(), &["status", "--url", server.url()], None);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(server.stderr(), "", "a socket is private");
+}
