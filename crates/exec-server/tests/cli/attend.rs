@@ -201,6 +201,92 @@ async fn reconnecting_run_ends_at_any_signal() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn run_whose_command_has_ended_ends_at_any_signal() {
+    let server = server().await;
+    let directory = tempfile::tempdir().unwrap();
+    for (number, signal) in [Signal::INT, Signal::TERM, Signal::HUP]
+        .into_iter()
+        .enumerate()
+    {
+        let go = directory.path().join(number.to_string());
+        let script = format!(
+            "echo up; until [ -e {} ]; do sleep 0.05; done; setsid sleep 600 & exit 7",
+            go.display()
+        );
+        let proxy = TcpProxy::start(server.url()).await;
+        let mut run = start(Some(&proxy.url()), &[], &script, &marker());
+        printed(&mut run, "up\n");
+        proxy.delay(Duration::from_secs(1));
+        std::fs::write(&go, "").unwrap();
+        let mut stderr = run.stderr.take().unwrap();
+        let mut named = [0; 24];
+        stderr.read_exact(&mut named).unwrap();
+        assert_eq!(text(&named), "exec-server: `sleep 600`");
+        // The last request is on its way, and is never answered.
+        proxy.stall_all();
+        let since = Instant::now();
+        proc::signal(run.id(), signal);
+        assert_eq!(ends_soon(&mut run, since), Some(7), "{signal:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn run_that_asks_why_its_command_was_lost_ends_at_any_signal() {
+    let first = server().await;
+    let second = server().await;
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
+        let proxy = TcpProxy::start(first.url()).await;
+        let mut run = start(Some(&proxy.url()), &[], "echo up; sleep 600", "x");
+        printed(&mut run, "up\n");
+        proxy.lead_to(second.url());
+        proxy.delay(Duration::from_millis(300));
+        proxy.cut();
+        // The first connection, the one that cannot resume, and the one that asks.
+        eventually("the third connection", || match proxy.accepted() {
+            3.. => Ok(()),
+            fewer => Err(fewer),
+        })
+        .await;
+        proxy.stall_all();
+        let since = Instant::now();
+        proc::signal(run.id(), signal);
+        assert_eq!(ends_soon(&mut run, since), Some(code), "{signal:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn run_whose_error_has_no_reader_ends_at_any_signal() {
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
+        let (_reader, writer) = std::io::pipe().unwrap();
+        rustix::io::ioctl_fionbio(&writer, true).unwrap();
+        while rustix::io::write(&writer, &[b'x'; 4096]).is_ok() {}
+        rustix::io::ioctl_fionbio(&writer, false).unwrap();
+        let mut run = Command::new(BINARY)
+            .args(["run", "--url", "ws://127.0.0.1:1", "--", "true"])
+            .stdin(Stdio::null())
+            .stderr(writer)
+            .spawn()
+            .unwrap();
+        let tasks = format!("/proc/{}/task", run.id());
+        eventually("a blocked write", || {
+            let tasks = std::fs::read_dir(&tasks).map_err(|error| error.to_string())?;
+            let calls = tasks.flatten().map(|task| task.path().join("syscall"));
+            let calls: Vec<String> = calls.flat_map(std::fs::read_to_string).collect();
+            let blocked =
+                |call: &&String| call.starts_with("1 0x2 ") || call.starts_with("64 0x2 ");
+            match calls.iter().find(blocked) {
+                Some(_) => Ok(()),
+                None => Err(calls.concat()),
+            }
+        })
+        .await;
+        let since = Instant::now();
+        proc::signal(run.id(), signal);
+        assert_eq!(ends_soon(&mut run, since), Some(code), "{signal:?}");
+    }
+}
+
 /// The exit code of `run` in a terminal.
 async fn exit_code(process: &Process) -> i32 {
     let ended = process.wait_for(|log| log.close().and(log.exit().map(|exit| exit.code)));

@@ -45,6 +45,10 @@ const NOT_FOUND: u8 = 127;
 /// within 300 ms.
 const FAREWELL: Duration = Duration::from_millis(200);
 
+/// Time for the end of a session whose command has ended: a round trip on the slowest connection that
+/// can be used. Without an answer the server ends the session after the time of --keep-alive.
+const LEAVE_LIMIT: Duration = Duration::from_secs(5);
+
 /// How long to try to reconnect while nothing listens at the address of the server: long enough to
 /// restart a service.
 const REFUSED_BUDGET: Duration = Duration::from_secs(60);
@@ -72,17 +76,20 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     let command = args.command.clone();
     match prepared(args) {
         Ok(code) => ExitCode::from(code),
-        Err(error) => {
-            error::report(&error);
-            let code = failure_code(&error);
-            if code == NOT_FOUND
-                && let Some(advice) = shell_advice(&command)
-            {
-                let _ = writeln!(std::io::stderr(), "\nhint: {advice}");
-            }
-            ExitCode::from(code)
-        }
+        Err(error) => ExitCode::from(report(&error, &command)),
     }
+}
+
+/// Prints an error and what helps; returns the exit code.
+fn report(error: &anyhow::Error, command: &[String]) -> u8 {
+    error::report(error);
+    let code = failure_code(error);
+    if code == NOT_FOUND
+        && let Some(advice) = shell_advice(command)
+    {
+        let _ = writeln!(std::io::stderr(), "\nhint: {advice}");
+    }
+    code
 }
 
 /// Starts what must be started before any thread, and runs the command.
@@ -101,7 +108,21 @@ fn prepared(args: RunArgs) -> anyhow::Result<u8> {
         }
     };
     let runtime = runtime()?;
-    let outcome = runtime.block_on(execute(&args, resolved, watcher));
+    let outcome = runtime.block_on(async {
+        // Before the start, so that none is missed; they are for the command from then on.
+        let mut signals = CommandSignals::new()?;
+        match execute(&args, resolved, watcher, &mut signals).await {
+            Ok(code) => Ok(code),
+            Err(error) => {
+                // Standard error may have no reader.
+                let reported = tokio::task::spawn_blocking(move || report(&error, &args.command));
+                tokio::select! {
+                    code = reported => Ok(code?),
+                    code = signals.end() => Ok(code),
+                }
+            }
+        }
+    });
     // The process ends now. Taking everything apart takes its time, and would end processes that are
     // to be left running or to have time to end.
     std::mem::forget(runtime);
@@ -233,11 +254,10 @@ async fn execute(
     args: &RunArgs,
     resolved: on::CommandLocation,
     watcher: Option<Watcher>,
+    signals: &mut CommandSignals,
 ) -> anyhow::Result<u8> {
     let tty = !args.json && (args.tty || (!args.no_tty && terminal::is_interactive()));
     let keys = Arc::new(TypedKeys::default());
-    // Before the start, so that none is missed; they are for the command from then on.
-    let mut signals = CommandSignals::new()?;
     let there = match &resolved {
         on::CommandLocation::There(there) => Some(there.clone()),
         on::CommandLocation::Here => None,
@@ -268,7 +288,14 @@ async fn execute(
             return Err(error);
         }
     };
-    place.introduce(args, &*process).await;
+    let introduced = tokio::select! {
+        () = place.introduce(args, &*process) => None,
+        code = signals.end() => Some(code),
+    };
+    if let Some(code) = introduced {
+        end_early(&place, process, watcher, Some(STOP_GRACE)).await;
+        return Ok(code);
+    }
     let raw = if tty {
         terminal::RawMode::enter()?
     } else {
@@ -289,7 +316,7 @@ async fn execute(
     };
     let outcome = drive_command(
         Arc::clone(&process),
-        &mut signals,
+        signals,
         streams,
         keys,
         Arc::clone(&losses),
@@ -304,7 +331,11 @@ async fn execute(
             Ok(code)
         }
         Ok(RunEnd::Command { code, descendants }) => {
-            end(args, &place, process, (code, &descendants)).await;
+            tokio::select! {
+                () = end(args, &place, process, (code, &descendants)) => {}
+                // The command has ended, only its exit code counts.
+                _ = signals.end() => {}
+            }
             dismiss(watcher);
             std::mem::forget(place);
             Ok(code)
@@ -315,7 +346,10 @@ async fn execute(
             else {
                 return Err(error);
             };
-            Err(losses.explained(error, there, client).await)
+            tokio::select! {
+                error = losses.explained(error, there, client) => Err(error),
+                code = signals.end() => Ok(code),
+            }
         }
     }
 }
@@ -346,7 +380,14 @@ async fn end(
         RunLocation::Here(_) if descendants.is_empty() => {}
         RunLocation::Here(_) => drop(process.terminate(TerminateMode::Force, true).await),
         // Processes that the command left running end here, as with a terminal.
-        RunLocation::There { client, .. } => drop(client.leave().await),
+        RunLocation::There { client, .. } => {
+            let left = tokio::time::timeout(LEAVE_LIMIT, client.leave()).await;
+            if left.is_err() && !descendants.is_empty() {
+                say(
+                    "the server does not answer; it ends them when the time of --keep-alive is over",
+                );
+            }
+        }
     }
 }
 
