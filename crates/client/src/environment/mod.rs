@@ -3,7 +3,8 @@
 //! Contains the definitions ([`EnvironmentsFile`], [`ConfiguredEnvironments`]), the connection
 //! targets ([`connect`]), the shared handles ([`EnvironmentManager`], [`Environment`]) and the
 //! snapshot that one agent step uses ([`EnvironmentStep`]).
-#![doc = include_str!("../../../../docs/embedding.md")]
+// The guide is outside of this package; its examples are tested as doctests.
+#![cfg_attr(doctest, doc = include_str!("../../../../docs/embedding.md"))]
 
 pub mod connect;
 mod discovery;

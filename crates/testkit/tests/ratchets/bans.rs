@@ -419,7 +419,7 @@ fn collect_imports(
 }
 
 /// Whether this is the group of an attribute that compiles the next item for tests only.
-fn is_test_attribute(token: Option<&TokenTree>) -> bool {
+pub(crate) fn is_test_attribute(token: Option<&TokenTree>) -> bool {
     let Some(TokenTree::Group(group)) = token else {
         return false;
     };
@@ -430,7 +430,7 @@ fn is_test_attribute(token: Option<&TokenTree>) -> bool {
 }
 
 /// The index behind the item whose attributes begin at `at`.
-fn end_of_item(tokens: &[TokenTree], at: usize) -> usize {
+pub(crate) fn end_of_item(tokens: &[TokenTree], at: usize) -> usize {
     let is_end = |token: &TokenTree| match token {
         TokenTree::Group(group) => group.delimiter() == Delimiter::Brace,
         token => is_punct(Some(token), ';'),
@@ -446,7 +446,7 @@ fn is_constant(path: &[String]) -> bool {
     })
 }
 
-fn is_punct(token: Option<&TokenTree>, expected: char) -> bool {
+pub(crate) fn is_punct(token: Option<&TokenTree>, expected: char) -> bool {
     matches!(token, Some(TokenTree::Punct(punct)) if punct.as_char() == expected)
 }
 

@@ -229,7 +229,7 @@ fn edges(metadata: &Value, kind: impl Fn(Option<&str>) -> bool) -> BTreeSet<Edge
     found
 }
 
-fn packages(metadata: &Value) -> impl Iterator<Item = &Value> {
+pub(crate) fn packages(metadata: &Value) -> impl Iterator<Item = &Value> {
     metadata["packages"].as_array().expect("packages").iter()
 }
 
@@ -242,7 +242,7 @@ fn name(package: &Value) -> String {
         .to_owned()
 }
 
-fn metadata() -> Value {
+pub(crate) fn metadata() -> Value {
     let text = cargo(&["metadata", "--no-deps", "--format-version=1", "--locked"]);
     serde_json::from_str(&text).expect("JSON of cargo metadata")
 }

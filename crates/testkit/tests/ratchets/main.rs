@@ -1,7 +1,8 @@
 //! Rules about the structure of the workspace, with today's exceptions, which may only become fewer.
 //!
 //! `edges` reads `cargo metadata` and `cargo tree`: which crate may depend on which. `bans` reads the sources of the
-//! product: which files may use `std::fs`, `std::env` and error codes of the wire. `names` reads the names of types.
+//! product: which files may use `std::fs`, `std::env` and error codes of the wire. `names` reads the names of types,
+//! `packages` what is published of each crate.
 //! The remaining ratchets are not tests: `scripts/plain` (wording) and `scripts/deny` (dependencies).
 //!
 //! The bans are counted here and not by clippy's `disallowed-methods` for three reasons: almost 200 uses of today would
@@ -12,3 +13,4 @@ mod architecture;
 mod bans;
 mod edges;
 mod names;
+mod packages;
