@@ -101,7 +101,7 @@ pub enum ExecServerError {
     /// The connection was lost before the response arrived, and the request is not idempotent: the
     /// server may have executed it or not. The session continues.
     #[error(
-        "the connection was lost while `{method}` was under way, which may have been done: {reason}"
+        "the connection was lost before the response to `{method}`, which the server may have executed: {reason}"
     )]
     Interrupted {
         /// Method of the request.
@@ -110,7 +110,7 @@ pub enum ExecServerError {
         reason: Arc<str>,
     },
     /// No response arrived in time; the server may still execute the request.
-    #[error("no answer to `{method}` within {timeout:?}")]
+    #[error("no response to `{method}` within {timeout:?}")]
     Timeout {
         /// Method of the request.
         method: &'static str,
@@ -126,19 +126,19 @@ pub enum ExecServerError {
         reason: String,
     },
     /// A decider was passed, but the request does not enable client decisions.
-    #[error("a decider needs a `policyDecisionTimeoutMs` that is not zero in the request")]
+    #[error("a network policy decider requires a `policyDecisionTimeoutMs` above zero in the request")]
     Decider,
     /// The server does not implement this, and the client has no substitute for it.
     #[error("this server does not support `{0}`")]
     Unsupported(&'static str),
     /// Too many requests are waiting for their responses.
-    #[error("too many requests are waiting for their answers")]
+    #[error("too many requests are waiting for their responses")]
     TooManyCalls,
     /// This client already has a handle of a process with this id.
     #[error("process id `{0}` is already in use")]
     DuplicateProcess(String),
     /// The events of a process have one consumer only, and they were already taken.
-    #[error("the events of process `{0}` were taken already")]
+    #[error("the events of process `{0}` already have a consumer")]
     EventsTaken(String),
     /// The client can no longer follow the events of a process.
     #[error(transparent)]

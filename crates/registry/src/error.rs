@@ -74,7 +74,7 @@ pub enum KnownEnvironmentsError {
         source: io::Error,
     },
     /// Others could have written it.
-    #[error("others can write {} (mode {mode:04o}): check what it says, then `chmod 600` it", path.display())]
+    #[error("other users can write {} (mode {mode:04o}): check its contents, then `chmod 600` it", path.display())]
     Permissions {
         /// Which file.
         path: PathBuf,

@@ -37,7 +37,7 @@ pub enum IdentityError {
     },
     /// Other users could read the file.
     #[error(
-        "the identity file {} has mode {mode:04o}: others could have read it; delete it for a new key, or `chmod 600` it if nobody has",
+        "the identity file {} has mode {mode:04o}: other users could have read it; delete it to get a new key, or `chmod 600` it if they did not",
         path.display()
     )]
     Permissions {
@@ -47,7 +47,7 @@ pub enum IdentityError {
         mode: u32,
     },
     /// The file belongs to another user.
-    #[error("the identity file {} belongs to user {owner}, not to us", path.display())]
+    #[error("the identity file {} belongs to user {owner}, not to the user of this process", path.display())]
     Owner {
         /// Path of the file.
         path: PathBuf,
@@ -55,7 +55,7 @@ pub enum IdentityError {
         owner: u32,
     },
     /// The file is not an identity file. The error does not quote its content.
-    #[error("{} is no identity file", path.display())]
+    #[error("{} is not an identity file", path.display())]
     Malformed {
         /// Path of the file.
         path: PathBuf,

@@ -109,7 +109,7 @@ pub enum EndpointEvent {
 #[non_exhaustive]
 pub enum SendError {
     /// The queue is full. Returns the message; [`EndpointEvent::Writable`] reports when to try again.
-    #[error("too much is queued on the stream")]
+    #[error("the send queue of the stream is full")]
     Full(Bytes),
     /// The stream has ended or is closing.
     #[error("the stream is closed")]

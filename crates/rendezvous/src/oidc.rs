@@ -85,13 +85,13 @@ pub enum OidcTokenError {
     #[error("malformed token")]
     Malformed,
     /// The token is signed with an algorithm that is not supported.
-    #[error("the token is signed with `{0}`; RS256, ES256 and EdDSA are known")]
+    #[error("the token is signed with `{0}`; RS256, ES256 and EdDSA are supported")]
     Algorithm(String),
     /// The issuer has no key with the token's key id.
-    #[error("the token's key is none of the issuer's")]
+    #[error("the issuer has no key with the key id of the token")]
     UnknownKey,
     /// The signature does not match the key.
-    #[error("the token's signature is wrong")]
+    #[error("the signature of the token does not match the key")]
     Signature,
     /// The token has expired, is not valid yet, has another issuer or audience, or allows no
     /// environment.
@@ -101,10 +101,10 @@ pub enum OidcTokenError {
     #[error("the token's claim `{0}` is missing or has the wrong type")]
     Type(String),
     /// The token has no known role.
-    #[error("the token has no role of ours in its claim `{0}`")]
+    #[error("the claim `{0}` of the token contains no known role")]
     NoRole(String),
     /// The tenant is not a valid name.
-    #[error("the token's claim `{0}` names no tenant that it could be of")]
+    #[error("the claim `{0}` of the token is not a valid name of a tenant")]
     Tenant(String),
     /// The subject is missing, too long or has control characters.
     #[error("the token's subject is missing or longer than {MAX_NAME_BYTES} bytes")]

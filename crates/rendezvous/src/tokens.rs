@@ -63,7 +63,7 @@ impl FromStr for TokenRole {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let found = Self::ALL.into_iter().find(|role| role.name() == text);
-        found.ok_or_else(|| format!("unknown role `{text}`; there are executor, harness and admin"))
+        found.ok_or_else(|| format!("unknown role `{text}`; expected executor, harness or admin"))
     }
 }
 

@@ -67,7 +67,7 @@ pub enum PolicyError {
     #[error(transparent)]
     Glob(#[from] glob::GlobError),
     /// The disk could not be read.
-    #[error("cannot look at `{path}`: {source}", path = path.display())]
+    #[error("cannot read `{path}`: {source}", path = path.display())]
     Disk {
         /// The path.
         path: PathBuf,

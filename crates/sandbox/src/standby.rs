@@ -106,7 +106,7 @@ impl Standby {
             *waiting = Some(PendingFork::start(start)?);
         }
         let Some(current) = &mut *waiting else {
-            return Err(io::Error::other("nobody stands by"));
+            return Err(io::Error::other("no standby launcher is running"));
         };
         match current.request_fork(request) {
             Ok(ForkResponse { born, ended }) => {

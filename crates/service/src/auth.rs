@@ -81,7 +81,7 @@ impl fmt::Display for Scopes {
 
 /// The error for a text that is not a list of scopes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown scope `{0}`; there are exec, fs:read, fs:write and observe")]
+#[error("unknown scope `{0}`; expected exec, fs:read, fs:write or observe")]
 pub struct ScopesParseError(String);
 
 impl FromStr for Scopes {

@@ -130,7 +130,7 @@ pub enum ListenError {
     )]
     Exposed(SocketAddr),
     /// The inherited file descriptor is not a listening socket.
-    #[error("cannot use a socket that was handed over")]
+    #[error("cannot use the inherited socket")]
     Inherited {
         /// The error of the system.
         source: io::Error,

@@ -32,7 +32,7 @@ pub fn take(count: usize) -> io::Result<Vec<OwnedFd>> {
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
         rustix::io::fcntl_setfd(borrowed, FdFlags::CLOEXEC).map_err(|error| {
             io::Error::other(format!(
-                "descriptor {} was not handed over: {error}",
+                "inherited descriptor {} is not open: {error}",
                 borrowed.as_raw_fd()
             ))
         })?;

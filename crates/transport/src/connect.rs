@@ -53,7 +53,7 @@ pub enum ConnectError {
         reason: String,
     },
     /// The server did not answer in time.
-    #[error("no answer from `{url}` within {timeout:?}")]
+    #[error("no response from `{url}` within {timeout:?}")]
     Timeout {
         /// URL as given.
         url: String,
@@ -70,7 +70,7 @@ pub enum ConnectError {
         source: io::Error,
     },
     /// The TLS handshake failed: one side did not accept the certificate of the other.
-    #[error("no trusted TLS connection to `{url}`")]
+    #[error("cannot verify the TLS certificate of `{url}`")]
     Tls {
         /// URL as given.
         url: String,
@@ -82,7 +82,7 @@ pub enum ConnectError {
     #[error(transparent)]
     TlsSetup(#[from] TlsError),
     /// The token has characters that a header cannot contain.
-    #[error("the token for `{url}` holds characters that no HTTP header can carry")]
+    #[error("the token for `{url}` contains characters that an HTTP header cannot contain")]
     Token {
         /// URL as given.
         url: String,

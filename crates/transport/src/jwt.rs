@@ -44,7 +44,7 @@ pub enum JwtError {
     #[error("algorithm `{0}` is not accepted")]
     Algorithm(String),
     /// No key has the token's algorithm and key id.
-    #[error("no key fits the token's algorithm and key id")]
+    #[error("no key matches the algorithm and key id of the token")]
     UnknownKey,
     /// The signature does not match the key.
     #[error("wrong signature")]

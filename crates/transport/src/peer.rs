@@ -37,7 +37,7 @@ pub enum CallError {
         message: String,
     },
     /// The result does not have the type that the method defines.
-    #[error("cannot decode the answer to `{method}`: {reason}")]
+    #[error("cannot decode the response to `{method}`: {reason}")]
     Decode {
         /// Method name.
         method: &'static str,
@@ -45,7 +45,7 @@ pub enum CallError {
         reason: String,
     },
     /// The server did not respond in time.
-    #[error("no answer to `{method}` within {timeout:?}")]
+    #[error("no response to `{method}` within {timeout:?}")]
     Timeout {
         /// Method name.
         method: &'static str,

@@ -30,7 +30,7 @@ pub(crate) enum PatchError {
         hunk: usize,
         lines: String,
     },
-    #[error("{path}: no line found that says `{header}`")]
+    #[error("{path}: no line contains `{header}`")]
     HeaderNotFound { path: String, header: String },
 }
 

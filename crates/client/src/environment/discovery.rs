@@ -231,7 +231,7 @@ fn broken(reason: String) -> ExecServerError {
 }
 
 fn discovery_abandoned() -> ExecServerError {
-    ExecServerError::Closed("looking was given up".into())
+    ExecServerError::Closed("the discovery was cancelled".into())
 }
 
 /// Whether the outcome is cached permanently: a repeated request would return the same.

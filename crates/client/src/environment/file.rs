@@ -801,19 +801,19 @@ mod tests {
             ),
             (
                 "[[environments]]\nid = ''".to_owned(),
-                "2: `id`: `` is no id",
+                "2: `id`: `` is not a valid environment id",
             ),
             (
                 "[[environments]]\nid = ' a'".to_owned(),
-                "2: `id`: ` a` is no id",
+                "2: `id`: ` a` is not a valid environment id",
             ),
             (
                 "[[environments]]\nid = 'a b'".to_owned(),
-                "2: `id`: `a b` is no id",
+                "2: `id`: `a b` is not a valid environment id",
             ),
             (
                 "[[environments]]\nid = 'ä'".to_owned(),
-                "2: `id`: `ä` is no id",
+                "2: `id`: `ä` is not a valid environment id",
             ),
             (long, "2: `id`: "),
             (
@@ -865,7 +865,7 @@ mod tests {
             ),
             (
                 table("registry = 'h'"),
-                "4: `registry`: `h` names no environment",
+                "4: `registry`: `h` is not the URL of an environment",
             ),
             (
                 table("registry = 'registry+http://h/e'\nauth_bearer_token = 'x'"),

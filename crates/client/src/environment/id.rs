@@ -17,10 +17,10 @@ const MAX_ID_LENGTH: usize = 64;
 #[non_exhaustive]
 pub enum EnvironmentIdError {
     /// The length or a character is not allowed.
-    #[error("`{0}` is no id: those are 1 to 64 letters, digits, `-` and `_`")]
+    #[error("`{0}` is not a valid environment id: 1 to 64 letters, digits, `-` and `_`")]
     Form(String),
     /// The id is reserved.
-    #[error("`{0}` has a meaning of its own and cannot be the id of another environment")]
+    #[error("`{0}` is reserved and cannot be the id of an environment")]
     Reserved(String),
 }
 

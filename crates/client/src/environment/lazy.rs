@@ -204,7 +204,7 @@ impl Drop for OutcomeGuard {
         self.0.send_if_modified(|state| {
             let unfinished = matches!(state, LazyState::Connecting);
             if unfinished {
-                let why = "connecting was given up".into();
+                let why = "connecting was cancelled".into();
                 *state = LazyState::Failed(Arc::new(ExecServerError::Closed(why)));
             }
             unfinished

@@ -78,7 +78,7 @@ pub enum EnvironmentError {
     #[error("environment `{LOCAL}` is listed, but this program does not offer it")]
     NoLocal,
     /// The environment with this id is not externally provisioned.
-    #[error("environment `{0}` is not one that somebody prepares")]
+    #[error("environment `{0}` is not externally provisioned")]
     ProvisioningModeConflict(String),
     /// A report about an environment is rejected.
     #[error("environment `{id}`: {source}")]

@@ -52,10 +52,10 @@ impl ReadyReport {
 #[non_exhaustive]
 pub enum ReportError {
     /// The environment was reported as failed before.
-    #[error("it was reported to have failed: {0}")]
+    #[error("its provisioning was reported as failed: {0}")]
     HasFailed(Arc<str>),
     /// The environment was reported as ready before.
-    #[error("it was reported to be ready")]
+    #[error("its provisioning was reported as ready")]
     IsReady,
     /// The content of the report is invalid.
     #[error("the report cannot be used: {0}")]
@@ -123,7 +123,7 @@ impl ProvisioningGate {
         match seen.as_deref() {
             Ok(ProvisioningState::Ready(report)) => Ok(Arc::clone(&report.connect)),
             Ok(ProvisioningState::Failed(reason)) => Err(Arc::clone(reason)),
-            Ok(ProvisioningState::Pending) | Err(_) => Err("nobody prepares it any more".into()),
+            Ok(ProvisioningState::Pending) | Err(_) => Err("the provisioner was dropped without a report".into()),
         }
     }
 

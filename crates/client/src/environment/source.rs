@@ -130,7 +130,7 @@ pub enum EnvironmentSourceError {
         source: AddressError,
     },
     /// Only some of the variables that define a registry environment are set.
-    #[error("EXEC_SERVER_NOISE_{0} is not set, and others that belong to it are")]
+    #[error("EXEC_SERVER_NOISE_{0} is not set, but other EXEC_SERVER_NOISE_ variables are")]
     Incomplete(&'static str),
     /// The registry variables do not define a valid environment.
     #[error("EXEC_SERVER_NOISE_REGISTRY_URL and _ENVIRONMENT_ID: {0}")]

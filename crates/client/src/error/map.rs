@@ -7,13 +7,13 @@ use std::path::PathBuf;
 #[non_exhaustive]
 pub enum MapError {
     /// A root must be an absolute path.
-    #[error("a root is an absolute path, not `{}`", .0.display())]
+    #[error("a root must be an absolute path, not `{}`", .0.display())]
     RelativeRoot(PathBuf),
     /// The path is relative, and has no base.
     #[error("`{}` is not an absolute path", .0.display())]
     Relative(PathBuf),
     /// A pattern cannot be said below it.
-    #[error("the remote root `{}` is not text, and a policy has a pattern below it", .0.display())]
+    #[error("the remote root `{}` is not valid UTF-8, which a pattern of a policy below it requires", .0.display())]
     NotText(PathBuf),
     /// It has no counterpart there.
     #[error(

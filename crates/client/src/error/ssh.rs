@@ -38,7 +38,7 @@ pub enum SshError {
         timeout: Duration,
     },
     /// The directory for our sockets cannot be used.
-    #[error("cannot keep sockets in `{}`: {reason}", path.display())]
+    #[error("cannot create sockets in `{}`: {reason}", path.display())]
     Directory {
         /// Which.
         path: PathBuf,
@@ -70,7 +70,7 @@ pub enum SshError {
         binary: PathBuf,
     },
     /// There is no exec-server, and no executable to install.
-    #[error("there is no exec-server on {url}, and none to install: name one with --remote-binary")]
+    #[error("exec-server is not installed on {url}, and there is no program to install: give one with --remote-binary")]
     Missing {
         /// Where.
         url: String,

@@ -29,7 +29,7 @@ pub struct SshUrl {
 
 /// Error of a text that is not a valid `ssh://` URL.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{url}` is no ssh://[USER@]HOST[:PORT][/PATH]: {reason}")]
+#[error("`{url}` is not of the form ssh://[USER@]HOST[:PORT][/PATH]: {reason}")]
 #[non_exhaustive]
 pub struct SshUrlError {
     /// The text as given.

@@ -146,10 +146,10 @@ pub enum TransferError {
     #[error("`{0}` is neither a file, a directory nor a link")]
     Special(String),
     /// The target of a symbolic link is not valid UTF-8, so the protocol cannot represent it.
-    #[error("the target of the link `{0}` is no text")]
+    #[error("the target of the link `{0}` is not valid UTF-8")]
     LinkText(String),
     /// The remote machine lists a name that leads out of the tree, or lists a name twice.
-    #[error("the listing of `{directory}` has a name that cannot be: {name:?}")]
+    #[error("the listing of `{directory}` has an invalid file name: {name:?}")]
     Name {
         /// The listed directory.
         directory: String,
@@ -157,7 +157,7 @@ pub enum TransferError {
         name: String,
     },
     /// The hash of the copy differs from the source.
-    #[error("`{0}` did not arrive intact: it changed meanwhile, or somebody else wrote to it")]
+    #[error("checksum mismatch of `{0}`: the file changed during the copy, or another program wrote to it")]
     Differs(String),
 }
 

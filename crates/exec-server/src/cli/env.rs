@@ -91,7 +91,7 @@ fn add(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
             let path = std::path::absolute(path)?;
             let text = path
                 .to_str()
-                .with_context(|| format!("{} is no text", path.display()))?;
+                .with_context(|| format!("{} is not valid UTF-8", path.display()))?;
             Ok(value(text))
         };
         if let Some(path) = &args.token_file {

@@ -170,7 +170,7 @@ async fn executor_rejects_an_identity_file_readable_by_others() {
     let mode = std::fs::metadata(&file).unwrap().permissions().mode();
     assert_eq!(mode & 0o7777, 0o600);
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o644)).unwrap();
-    refuses(deployment.executor("box"), "others could have read it").await;
+    refuses(deployment.executor("box"), "other users could have read it").await;
     std::fs::remove_file(&file).unwrap();
     std::fs::create_dir(&file).unwrap();
     refuses(deployment.executor("box"), "executor.identity").await;

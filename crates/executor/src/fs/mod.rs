@@ -118,7 +118,7 @@ pub enum FsError {
     #[error("path `{0}` already exists")]
     Exists(#[serde(with = "wire::path")] PathBuf),
     /// An atomic write is incomplete because a write failed.
-    #[error("a write to `{0}` failed, so it is left as it was")]
+    #[error("a write to `{0}` failed; the file was not changed")]
     Incomplete(#[serde(with = "wire::path")] PathBuf),
     /// The path leads to a file of the server itself, or to the memory or environment of a process.
     #[error(

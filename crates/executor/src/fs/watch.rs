@@ -83,7 +83,7 @@ pub enum WatchError {
     #[error("limit of {MAX_TREES} watched trees reached")]
     TooMany,
     /// The request was cancelled.
-    #[error("the watch was given up")]
+    #[error("the watch ended")]
     Cancelled,
 }
 

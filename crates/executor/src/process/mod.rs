@@ -103,7 +103,7 @@ impl ProcessListeners {
         if files.len() != network.tcp.len() + network.udp.len() {
             return Err(StartError::System {
                 action: "set up the network of a process",
-                source: io::Error::other("its listeners were not handed over"),
+                source: io::Error::other("the child sent the wrong number of listening sockets"),
             });
         }
         let udp = files.split_off(network.tcp.len());

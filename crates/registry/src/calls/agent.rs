@@ -29,7 +29,7 @@ const TASK_TIMEOUT: Duration = Duration::from_secs(30);
 #[non_exhaustive]
 pub enum AgentIdentityError {
     /// The token is not an agent identity. The error does not quote the token.
-    #[error("the access token is no agent identity: {0}")]
+    #[error("the access token is not an agent identity: {0}")]
     Token(&'static str),
     /// The task service cannot be reached.
     #[error("cannot register a task for the agent: {0}")]
@@ -195,7 +195,7 @@ impl AgentIdentity {
         if !(200..300).contains(&status) {
             let name = self.http.name();
             return Err(AgentIdentityError::Refused(format!(
-                "{name} answered HTTP {status}"
+                "{name} responded with HTTP {status}"
             )));
         }
         let answer: Option<TaskResponse> = serde_json::from_slice(&answer).ok();
@@ -280,7 +280,7 @@ mod tests {
             let error =
                 AgentIdentity::new(&bad, "http://127.0.0.1:1", Proxies::none()).unwrap_err();
             let error = format!("{error} {error:?}");
-            assert!(error.contains("no agent identity"), "{error}");
+            assert!(error.contains("not an agent identity"), "{error}");
             assert!(
                 !error.contains("sekrit") && !error.contains("c2Vrcml0"),
                 "{error}"

@@ -126,7 +126,7 @@ pub enum CredentialError {
         source: io::Error,
     },
     /// No credential was received yet.
-    #[error("no executor credential has come")]
+    #[error("no executor credential was received yet")]
     Missing,
     /// The last credential has expired and no new one was received.
     #[error("the executor credential has expired")]

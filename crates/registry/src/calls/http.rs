@@ -239,7 +239,7 @@ impl RegistryHttp {
         let stream = connector.connect(name, stream).await;
         let stream = stream.map_err(|error| {
             self.forget_connector();
-            self.unreachable(format!("no trusted TLS: {error}"))
+            self.unreachable(format!("cannot verify the TLS certificate: {error}"))
         })?;
         self.handshake(stream).await
     }

@@ -87,7 +87,7 @@ impl RegistryOptions {
 #[non_exhaustive]
 pub enum RegistryError {
     /// The URL is not valid for a registry.
-    #[error("`{url}` is no registry: {reason}")]
+    #[error("`{url}` is not the URL of a registry: {reason}")]
     Url {
         /// URL as given, without parts that may be secret.
         url: String,
@@ -95,7 +95,7 @@ pub enum RegistryError {
         reason: &'static str,
     },
     /// The environment id is invalid.
-    #[error("`{0}` is no environment id: it must not be empty")]
+    #[error("`{0}` is not an environment id: it must not be empty")]
     EnvironmentId(String),
     /// There are no credentials, or they are not valid now.
     #[error(transparent)]
@@ -112,7 +112,7 @@ pub enum RegistryError {
         reason: String,
     },
     /// The registry did not respond in time.
-    #[error("no answer from the registry {registry} within {timeout:?}")]
+    #[error("no response from the registry {registry} within {timeout:?}")]
     Timeout {
         /// Host and port of the registry.
         registry: String,
@@ -120,7 +120,7 @@ pub enum RegistryError {
         timeout: Duration,
     },
     /// The registry does not accept the credentials.
-    #[error("the registry {registry} refused us: HTTP {status}{}", shown(.message))]
+    #[error("the registry {registry} rejected the credentials: HTTP {status}{}", shown(.message))]
     Auth {
         /// Host and port of the registry.
         registry: String,
@@ -130,7 +130,7 @@ pub enum RegistryError {
         message: String,
     },
     /// The registry returned another error status.
-    #[error("the registry {registry} answered HTTP {status}{}", shown(.message))]
+    #[error("the registry {registry} responded with HTTP {status}{}", shown(.message))]
     Status {
         /// Host and port of the registry.
         registry: String,
@@ -656,7 +656,7 @@ pub struct RegistryUrl {
 
 /// Error for a text that is not the URL of an environment.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` names no environment; expected registry://HOST[:PORT]/ENVIRONMENT")]
+#[error("`{0}` is not the URL of an environment; expected registry://HOST[:PORT]/ENVIRONMENT")]
 pub struct RegistryUrlParseError(String);
 
 impl RegistryUrl {

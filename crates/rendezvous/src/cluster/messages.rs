@@ -306,7 +306,7 @@ impl ClusterShared {
         if self.outbox.full().is_some() {
             tracing::debug!(
                 event = admin_event.event,
-                "dropped an event: too much is queued for NATS"
+                "dropped an event: the queue for NATS is full"
             );
             return;
         }

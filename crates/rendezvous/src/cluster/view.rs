@@ -27,7 +27,7 @@ const CLAIM_ATTEMPTS: usize = 16;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ClaimError {
     /// A newer registration or a newer socket owns the environment.
-    #[error("a newer executor has the environment")]
+    #[error("a newer executor serves the environment")]
     Superseded,
     /// The bucket cannot be used.
     #[error("the claim cannot be written: {0}")]
