@@ -129,13 +129,13 @@ impl BenchClient {
         Self::upgrade(TcpStream::connect(address)?, "")
     }
 
-    /// As [`BenchClient::connect`], with a token.
+    /// Like [`BenchClient::connect`], with a token.
     pub(crate) fn connect_as(address: SocketAddr, token: &str) -> anyhow::Result<Self> {
         let header = format!("Authorization: Bearer {token}\r\n");
         Self::upgrade(TcpStream::connect(address)?, &header)
     }
 
-    /// As [`BenchClient::connect`], over TLS.
+    /// Like [`BenchClient::connect`], over TLS.
     pub(crate) fn connect_tls(
         address: SocketAddr,
         config: &Arc<ClientConfig>,
@@ -267,7 +267,7 @@ impl BenchClient {
         self.start_in(None, argv, stdio)
     }
 
-    /// As [`BenchClient::start`], under a policy.
+    /// Like [`BenchClient::start`], under a policy.
     pub(crate) fn start_in(
         &mut self,
         sandbox: Option<&Sandbox>,
@@ -277,7 +277,7 @@ impl BenchClient {
         self.start_with(sandbox, argv, stdio, |_| {})
     }
 
-    /// As [`BenchClient::start_in`]; `set` can change the params.
+    /// Same as [`BenchClient::start_in`]; `set` can change the params.
     pub(crate) fn start_with(
         &mut self,
         sandbox: Option<&Sandbox>,
@@ -553,7 +553,7 @@ impl BenchClient {
         self.queue_long(HINT, write)
     }
 
-    /// As [`BenchClient::queue`], with an expected length: if it is wrong, the payload is moved once
+    /// Like [`BenchClient::queue`], with an expected length: if it is wrong, the payload is moved once
     /// more.
     fn queue_long<E>(
         &mut self,

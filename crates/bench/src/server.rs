@@ -199,7 +199,7 @@ pub(crate) struct BenchServer {
     child: Child,
     /// Kept open: a server may react to the closed pipe.
     stdout: BufReader<ChildStdout>,
-    /// Its standard error, if it is kept.
+    /// Standard error of the server, if it is kept.
     stderr: Option<File>,
     /// Address of its listener.
     pub(crate) address: SocketAddr,
@@ -213,7 +213,7 @@ impl BenchServer {
         Self::launch(command, &[], None)
     }
 
-    /// As [`BenchServer::start`], with more options; its standard error is kept.
+    /// Like [`BenchServer::start`], with more options; its standard error is kept.
     pub(crate) fn start_with(command: &CommandLine, options: &[&str]) -> anyhow::Result<Self> {
         Self::launch(command, options, Some(tempfile::tempfile()?))
     }

@@ -37,7 +37,7 @@ pub trait ExecBackend: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// As [`start`](Self::start); [`ExecServerError::Decider`] when the request does not enable
+    /// Same as [`start`](Self::start); [`ExecServerError::Decider`] when the request does not enable
     /// client decisions.
     fn start_with_network_policy_decider(
         &self,

@@ -171,7 +171,7 @@ impl ExecServerClient {
         Self::open(dialled, Some(dial), options, None).await
     }
 
-    /// As [`connect_with`](Self::connect_with), and starts a process. If the dial can send messages
+    /// Like [`connect_with`](Self::connect_with), and starts a process. If the dial can send messages
     /// before it knows that the link is open, the handshake and the start are sent together.
     ///
     /// # Errors
@@ -361,7 +361,7 @@ impl ExecServerClient {
         Ok(())
     }
 
-    /// As [`ExecServerClient::end_session`], without waiting for the server's response.
+    /// Like [`ExecServerClient::end_session`], without waiting for the server's response.
     ///
     /// # Errors
     ///
@@ -370,7 +370,8 @@ impl ExecServerClient {
         self.leave_after(None).await
     }
 
-    /// As [`ExecServerClient::leave`]: processes that still run get SIGTERM, and SIGKILL after
+    /// Ends the session like [`ExecServerClient::leave`], but processes that still run get SIGTERM,
+    /// and SIGKILL after `grace`. Servers without this extension send SIGKILL.
     /// `grace`. Servers without this extension send SIGKILL.
     ///
     /// # Errors

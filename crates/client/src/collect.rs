@@ -1,6 +1,6 @@
 //! Helpers that collect all output of a process, within limits.
 //!
-//! They work on any [`ExecProcess`], wherever it runs.
+//! The functions work on any [`ExecProcess`], local or remote.
 
 use std::time::Duration;
 
@@ -105,7 +105,7 @@ impl dyn ExecProcess + '_ {
     ///
     /// # Errors
     ///
-    /// As for [`output`](#method.output), or when the input cannot be closed.
+    /// Same as for [`output`](#method.output), or when the input cannot be closed.
     pub async fn communicate(
         &self,
         input: Bytes,

@@ -1,7 +1,7 @@
 //! Connection factory: the [`Dial`] trait that opens a link to a server, and its implementation for
 //! URLs.
 //!
-//! It does not decide when to dial; `recovery` does.
+//! Decisions about when to dial are made in `recovery`.
 
 use std::any::Any;
 use std::fmt;
@@ -45,13 +45,13 @@ pub trait Dial: Send + Sync + 'static {
     /// in [`ExecServerError::Dial`] that are marked as transient. All others end the recovery.
     fn dial(&self) -> BoxFuture<'_, Result<DialledLink, ExecServerError>>;
 
-    /// As [`Dial::dial`], for an implementation that can send messages before it knows that the
+    /// Like [`Dial::dial`], for an implementation that can send messages before it knows that the
     /// link is open, which saves a round trip. [`DialledLink`] reports whether it sent them; the
     /// default implementation sends nothing.
     ///
     /// # Errors
     ///
-    /// As for [`Dial::dial`].
+    /// Same as for [`Dial::dial`].
     fn dial_with_messages(
         &self,
         first: InitialMessages,

@@ -126,7 +126,9 @@ pub enum ExecServerError {
         reason: String,
     },
     /// A decider was passed, but the request does not enable client decisions.
-    #[error("a network policy decider requires a `policyDecisionTimeoutMs` above zero in the request")]
+    #[error(
+        "a network policy decider requires a `policyDecisionTimeoutMs` above zero in the request"
+    )]
     Decider,
     /// The server does not implement this, and the client has no substitute for it.
     #[error("this server does not support `{0}`")]

@@ -1,7 +1,7 @@
 //! Per-process task that reads output which the server does not push.
 //!
-//! It reads to fill a gap, after a session is resumed, or continuously in pull mode. `order` puts
-//! the results in order.
+//! The reader fills gaps, catches up after a session is resumed, or reads continuously in pull
+//! mode. `order` puts the results in order.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,6 +1,7 @@
 //! Bounded queue of events waiting for one process's consumer.
 //!
-//! It limits the queued bytes and decides what happens when the queue is full. It does not wait;
+//! The inbox limits the queued bytes and decides what happens when the queue is full. Waiting is
+//! done in `route`.
 //! `route` does.
 
 use std::collections::VecDeque;
@@ -43,7 +44,7 @@ pub(crate) struct Inbox {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Consumer {
-    /// Not attached yet: the latest events are kept.
+    /// No consumer is attached yet: the latest events are kept.
     #[default]
     Awaited,
     /// Attached: the queue is limited, and no output is discarded.
@@ -76,8 +77,8 @@ impl Inbox {
     /// Returns whether output that the server has pushed must wait, and with it all later messages of
     /// the connection.
     ///
-    /// Not if the server pauses the process instead, unless it sends too much nevertheless, or output
-    /// is missing: held output would be discarded then.
+    /// Returns false if the server pauses the process instead. It returns true nevertheless if the
+    /// server sends too much, or if output is missing, because held output would be discarded then.
     pub(crate) fn must_wait(&self) -> bool {
         let bounded = self.can_pause && self.cost < MAX_OVERSHOOT_BYTES && !self.order.has_hole();
         self.is_full() && !bounded
@@ -353,7 +354,7 @@ mod tests {
         assert!(inbox.is_full() && !inbox.must_wait());
         assert_eq!(inbox.pause_due(), Some(true));
         inbox.set_paused(true);
-        // What was on its way is accepted, up to a limit.
+        // Events that the server sent before the pause are accepted, up to a limit.
         while !inbox.must_wait() {
             seq += 1;
             inbox.accept(output(seq));

@@ -1,7 +1,7 @@
 //! Process backend for this machine, behind the same traits as remote backends.
 //!
-//! It calls the engine directly, without a connection or messages. A server executes requests with
-//! the same engine.
+//! This backend calls the engine directly, without a connection or messages. A server executes
+//! requests with the same engine.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,6 +1,7 @@
 //! Sequence ordering, de-duplication and gap detection of process events (no IO, no clock).
 //!
-//! It tracks which numbers were released and which events are held behind a missing one, and uses
+//! `EventOrder` tracks which numbers were released and which events are held behind a missing one,
+//! and uses `process/read` responses to replace missing events.
 //! `process/read` responses to replace missing events.
 
 use std::collections::BTreeMap;
@@ -314,7 +315,7 @@ impl EventOrder {
         if self.last == 0 || behind <= EVICTED_SIZES {
             return Some(evicted.bytes);
         }
-        // The server counts from the start of the output.
+        // The evicted bytes are counted from the start of the output, so bytes already reported are subtracted.
         let counted = (!self.uncounted).then_some(self.counted)?;
         evicted.bytes.checked_sub(counted)
     }

@@ -204,7 +204,7 @@ impl ExecServerClient {
 pub struct AttachRequest {
     /// Id of the process.
     pub process_id: String,
-    /// Its events continue after this sequence number; 0 for everything that is still retained.
+    /// Events continue after this sequence number; 0 for everything that is still retained.
     pub after_seq: u64,
     /// Whether the process was started with pushed or pulled output.
     pub delivery: Delivery,

@@ -103,8 +103,9 @@ impl ShellKind {
     /// A script that prints everything, after a marker that no other output contains, with lengths
     /// in bytes.
     ///
-    /// It collects everything first: background processes of start-up files may write at any time,
-    /// and what they write in between makes the lengths wrong, which is detected.
+    /// The script collects everything before it prints: background processes of start-up files may
+    /// write at any time. Their output between the parts makes the lengths wrong, which is
+    /// detected.
     fn capture(self, mark: &str) -> String {
         let state = self.state();
         let print = match self {

@@ -67,8 +67,8 @@ async fn survive() -> Result<Vec<String>, Box<dyn Error>> {
                     cut.send_replace(());
                 }
             }
-            // What the server could not keep while nobody was there; a command has to write more
-            // than a megabyte for that.
+            // Output that the server evicted while no client was connected. This takes more than a
+            // megabyte of output.
             ExecProcessEvent::Gap { bytes, .. } => return Err(format!("{bytes:?} are lost").into()),
             ExecProcessEvent::Failed(failure) => return Err(failure.into()),
             _ => {}

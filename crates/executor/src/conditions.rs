@@ -76,7 +76,7 @@ pub enum ConditionError {
     TooLong {
         /// Index of the condition, from 0.
         index: usize,
-        /// Its length in bytes.
+        /// Length of the pattern in bytes.
         bytes: usize,
     },
     /// The expression is invalid, or too large when compiled.
@@ -220,7 +220,7 @@ struct WaitProgress<'a> {
     process: &'a Process,
     /// Prevents eviction of output that was not searched yet.
     watch: Option<OutputWatch>,
-    /// `None` only while a blocking thread uses it.
+    /// The search; `None` while a blocking thread uses it.
     search: Option<OutputSearch>,
     /// Sequence number of the last searched entry.
     cursor: u64,
@@ -631,7 +631,7 @@ mod tests {
         let mut search = search(&[r"(?m)^ready", r"\bgo\b"]);
         let filler = vec![b'x'; MATCH_BYTES * 2];
         assert_eq!(feed(&mut search, 1, &filler), OutputMatch::Nothing);
-        // Neither a line nor a word begins at the start of the window.
+        // The start of the search window is not the start of a line or a word.
         assert_eq!(
             feed(&mut search, 2, b"ready go-"),
             OutputMatch::Definite(1, found(2, "go"))

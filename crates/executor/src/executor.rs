@@ -379,7 +379,7 @@ impl Executor {
         host.map_err(|error| StartError::of_sandbox(error, &ProcessSpec::default()))
     }
 
-    /// As [`Executor::sandbox_host`], with the error of the sandbox.
+    /// Like [`Executor::sandbox_host`], with the error of the sandbox.
     pub(crate) fn launcher_host(&self) -> Result<&HostFeatures, SandboxError> {
         let _shared = self.inner.starting.read();
         self.inner.launcher.host(&self.inner.null)

@@ -88,15 +88,15 @@ pub enum LocalPeer {
     Addresses(SocketAddr, SocketAddr),
 }
 
-/// What is known about the process behind a connection.
+/// Whether the process behind a connection is sandboxed by this program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Admitted {
-    /// It is not sandboxed by this program.
+    /// The process is not sandboxed by this program.
     Yes,
-    /// It is.
+    /// The process is sandboxed by this program.
     No,
-    /// It cannot be determined: no process holds the socket any more, or this process may not know
-    /// which.
+    /// The process cannot be determined: none holds the socket any more, or this program may not
+    /// read which.
     Unknown,
 }
 

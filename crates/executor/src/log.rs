@@ -56,7 +56,7 @@ pub struct Exit {
     pub code: i32,
     /// The signal that ended it.
     pub signal: Option<i32>,
-    /// It was killed because its timeout expired.
+    /// Whether the process was killed because its timeout expired.
     pub timed_out: bool,
     /// CPU time in user mode, in microseconds.
     pub user_micros: u64,

@@ -77,9 +77,9 @@ fn listening(line: &str) -> Option<(u64, u16)> {
 
 /// The process that is blocked on input from its terminal.
 ///
-/// It must be in the foreground of its terminal, and one of its threads must be blocked in a system
-/// call that reads from the terminal (`read`, `readv`, `pread`) or that waits until the terminal is
-/// readable (`poll`, `select`, `epoll_wait` and variants, with the terminal among their
+/// The process must be in the foreground of its terminal, and one of its threads must be blocked in
+/// a system call that reads from the terminal (`read`, `readv`, `pread`) or that waits until the
+/// terminal is readable (`poll`, `select`, `epoll_wait` and variants, with the terminal among the
 /// descriptors). Waits through `io_uring` are not detected.
 pub(crate) fn reads_terminal(pids: &[Pid]) -> Option<i32> {
     let mut pids = pids.iter().map(|pid| pid.as_raw_nonzero().get());
@@ -169,7 +169,7 @@ impl BlockingCall {
     }
 }
 
-/// What a system call waits for.
+/// The kind of event that a system call waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum BlockingCallKind {
     Read,

@@ -142,7 +142,7 @@ pub(crate) struct PreparedSpec {
 }
 
 impl StartError {
-    /// Describes an error of a sandbox with the values of the spec.
+    /// Converts an error of the sandbox, adding the program and working directory of the spec.
     pub(crate) fn of_sandbox(error: SandboxError, spec: &ProcessSpec) -> Self {
         match error {
             SandboxError::Refused(reason) => Self::Refused(reason),

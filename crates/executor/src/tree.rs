@@ -78,7 +78,7 @@ struct Leaders(BTreeMap<i32, (TreeTag, LeaderState)>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LeaderState {
-    /// Not reaped yet: the pid cannot be reused.
+    /// The process is not reaped yet, so its pid cannot be reused.
     Running,
     /// Reaped. Its session may still exist, and then no other process has its number.
     Ended,
@@ -516,7 +516,7 @@ impl TerminationProgress {
                     .iter()
                     .any(|process| !self.stopped.contains(process))
                 {
-                    // It was started before its parent was stopped.
+                    // The process was started before its parent was stopped.
                     self.phase = TerminationPhase::Stop;
                     return self.step(table, answer);
                 }

@@ -96,9 +96,9 @@ pub struct DiscoverResult {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DiscoveredRoot {
-    /// As in the request.
+    /// Same value as in the request.
     pub id: String,
-    /// As in the request.
+    /// Same value as in the request.
     pub path: PathUri,
     /// The plugin, if the directory is one.
     #[serde(default)]
@@ -168,7 +168,7 @@ pub struct TextFile {
 /// Location of a part of a plugin, as its manifest declares it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DeclaredLocation {
-    /// Not declared.
+    /// The manifest declares none.
     Absent,
     /// In the manifest itself.
     Inline,

@@ -270,7 +270,7 @@ mod tests {
             &mut params.chunk
         });
         let library: Result<ChunkParams, _> = serde_json::from_str(raw);
-        // What an earlier one has left there is not in the way.
+        // Content that an earlier call left in the buffer has no effect.
         let mut buffer = b"left".to_vec();
         if let Some((mut apart, len)) = decode_into::<ChunkParams>(bytes, "chunk", &[], &mut buffer)
         {

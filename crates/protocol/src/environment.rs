@@ -24,7 +24,7 @@ pub struct ConfigReadParams {
     pub cwd: PathUri,
     /// Requested keys of the configuration, each as a path of keys.
     pub config_paths: Vec<Vec<String>>,
-    /// Requested keys of the requirements, likewise.
+    /// Requested keys of the requirements, each as a path of keys.
     pub requirements_paths: Vec<Vec<String>>,
 }
 
@@ -127,6 +127,6 @@ pub struct EnvironmentInfo {
 pub struct Shell {
     /// `bash`, `zsh`, `sh`, `powershell` or `cmd`.
     pub name: String,
-    /// Its native path.
+    /// Native path of the shell.
     pub path: String,
 }

@@ -713,7 +713,7 @@ pub struct FileChanged {
 pub enum ChangeKind {
     /// The path was created.
     Created,
-    /// Its content or metadata changed.
+    /// Content or metadata of the path changed.
     Modified,
     /// The path was removed.
     Removed,

@@ -36,7 +36,7 @@ pub struct RequestParams {
     /// Time limit for the exchange with its body; none if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
-    /// What to do with a redirect.
+    /// Whether redirects are followed.
     #[serde(default, deserialize_with = "null_is_default")]
     pub redirect_policy: RedirectPolicy,
     /// Respond when the headers have arrived, and send the body as [`BodyDelta`] notifications.
@@ -61,7 +61,7 @@ pub struct RequestHeader {
     pub value_env_var: Option<String>,
 }
 
-/// What to do with a redirect.
+/// Whether redirects are followed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum RedirectPolicy {

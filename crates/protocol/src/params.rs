@@ -28,7 +28,7 @@ pub(crate) fn from_str<P: DeserializeOwned>(
     from_reader(StrRead::new(raw), guarded)
 }
 
-/// As [`from_str`], for text that was put together from parts.
+/// Like [`from_str`], for text that was put together from parts.
 pub(crate) fn from_slice<P: DeserializeOwned>(
     raw: &[u8],
     guarded: SafeMembers,
@@ -93,10 +93,10 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Object<D> {
     }
 }
 
-/// What is known of the names in an object.
+/// Member names that an object of one type can have.
 #[derive(Clone, Copy)]
 struct KnownMembers {
-    /// Those of its type.
+    /// Names of the fields of the type.
     fields: &'static [&'static str],
     guarded: SafeMembers,
 }
@@ -123,7 +123,7 @@ impl KnownMembers {
     }
 }
 
-/// Whether so many edits make one name of the other.
+/// Whether at most `edits` insertions, deletions and replacements turn one name into the other.
 fn is_within(one: &[u8], other: &[u8], edits: usize) -> bool {
     if one.len().abs_diff(other.len()) > edits {
         return false;

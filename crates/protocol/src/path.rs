@@ -55,7 +55,7 @@ impl PathUri {
         Self::parse_any(text)
     }
 
-    /// As [`PathUri::parse`], by the URL parser.
+    /// Like [`PathUri::parse`], by the URL parser.
     fn parse_any(text: &str) -> Result<Self, PathUriError> {
         let url = parse_url(text).map_err(PathUriError::Invalid)?;
         if url.scheme() != "file" {

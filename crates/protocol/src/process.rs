@@ -164,7 +164,7 @@ pub enum Inherit {
     All,
     /// A fixed list of variables without secrets.
     Core,
-    /// Nothing.
+    /// Inherit no variable.
     None,
 }
 
@@ -215,7 +215,7 @@ pub struct ProcessLimits {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Delivery {
-    /// As `process/output` notifications.
+    /// The server sends `process/output` notifications.
     #[default]
     Push,
     /// By `process/read` only. `afterSeq` acknowledges output; the child is blocked while too much
@@ -531,9 +531,9 @@ pub struct TerminateResult {
 /// A process that still runs after a terminate, or after the end of the process that started it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Survivor {
-    /// Its pid on the executor's machine.
+    /// Pid of the process on the executor's machine.
     pub pid: i32,
-    /// Its command line, as far as it can be read.
+    /// Command line of the process, as far as it can be read.
     pub command: String,
 }
 
@@ -829,7 +829,7 @@ pub struct ListResult {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ListedProcess {
-    /// Its id in its session.
+    /// Id of the process in its session.
     pub process_id: String,
     /// Program and arguments.
     pub argv: Vec<String>,
@@ -837,7 +837,7 @@ pub struct ListedProcess {
     pub cwd: PathUri,
     /// Whether it has a terminal.
     pub tty: bool,
-    /// Its pid on the executor's machine.
+    /// Pid of the process on the executor's machine.
     pub pid: i32,
     /// Start time in milliseconds since 1970.
     pub started_at_ms: u64,
@@ -854,7 +854,7 @@ pub struct ListedProcess {
     /// Bytes that descendants wrote after the log was closed.
     #[serde(default)]
     pub discarded_bytes: u64,
-    /// Its session, if all sessions are listed.
+    /// Session of the process, if all sessions are listed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session_id: Option<String>,
 }

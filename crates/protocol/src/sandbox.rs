@@ -42,7 +42,7 @@ pub struct Sandbox {
     /// Temporary directories, as the client knows them; `tmpdir` is from the command's environment.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub temporary_directories: Option<Vec<PathUri>>,
-    /// What the caller would do without this policy; does not affect enforcement.
+    /// Permissions that the caller would use without this policy; does not affect enforcement.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sandbox_override: Option<SandboxOverride>,
     /// Replaces `cwd` and `workspace_roots`.
@@ -168,11 +168,11 @@ pub enum WindowsProxySettingsMode {
     Preserve,
 }
 
-/// What a caller would do without this policy.
+/// Permissions that a caller would use without this policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum SandboxOverride {
-    /// Nothing else.
+    /// The caller would use the same permissions.
     NoOverride,
     /// Run with more permissions, but not with all.
     EscalatedSandboxWithRestrictions,
@@ -245,7 +245,7 @@ pub struct SandboxEntry {
     pub path: EntryPath,
     /// Access to them and everything below.
     pub access: PathAccess,
-    /// What to do if the path does not exist.
+    /// Handling of the entry if its path does not exist.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub missing_path_behavior: Option<MissingPathBehavior>,
 }
@@ -263,7 +263,7 @@ pub enum PathAccess {
     Deny,
 }
 
-/// What to do with an entry whose path does not exist.
+/// Handling of an entry whose path does not exist.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MissingPathBehavior {
@@ -313,9 +313,9 @@ pub enum SpecialPath {
     SlashTmp,
     /// A name of a newer client; ignored.
     Unknown {
-        /// As sent by the client.
+        /// Path as sent by the client.
         path: String,
-        /// As sent by the client.
+        /// Path as sent by the client.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         subpath: Option<String>,
     },

@@ -14,7 +14,7 @@ use crate::params::SafeMembers;
 use crate::path::PathUri;
 use crate::{capability, command, environment, fs, http, params, process, session};
 
-/// What a token allows its bearer to do.
+/// A group of methods that a token allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
     /// Running commands, and all that `Observe` allows.
@@ -31,7 +31,7 @@ impl Scope {
     /// Every scope there is.
     pub const ALL: [Self; 4] = [Self::Exec, Self::FsRead, Self::FsWrite, Self::Observe];
 
-    /// Its name in tokens and settings.
+    /// Name of the scope in tokens and settings.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Exec => "exec",
@@ -48,10 +48,10 @@ impl fmt::Display for Scope {
     }
 }
 
-/// What requests of a method may change.
+/// State that requests of a method may change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MethodChanges {
-    /// Nothing.
+    /// Requests change no state.
     Nothing,
     /// The session or the connection of the client itself.
     Session,
@@ -100,25 +100,25 @@ impl<'a> FileChange<'a> {
 pub struct MethodRow {
     /// The name on the wire.
     pub name: &'static str,
-    /// What its methods are called in the errors of the handshake; `initialize`, which needs none,
-    /// has no family.
+    /// Name of the method's group in handshake errors; `initialize`, which needs no handshake, has
+    /// none.
     pub family: Option<&'static str>,
     /// A token needs one of these; an empty list needs no scope. A single request can need one of
     /// them in particular, see [`ServedMethod::scopes`].
     pub scopes: &'static [Scope],
-    /// What requests may change.
+    /// State that requests may change.
     pub changes: MethodChanges,
     /// Whether a client may send a request again when the connection is lost before the answer: twice
     /// is the same as once. `process/write` is, because the server knows its `writeId` again; open
     /// files and watches belong to one connection.
     pub repeatable: bool,
-    /// What is added to the compatible wire: methods, notifications and fields (`method#field`).
+    /// Extensions of the compatible wire: methods, notifications and fields (`method#field`).
     pub extensions: &'static [&'static str],
 }
 
 /// A method that servers handle: it has a row in the table.
 pub trait ServedMethod: Method {
-    /// Its row.
+    /// Row of the method.
     const ID: MethodId;
 
     /// Names that unknown members must not look like: what these stand for would be lost, and the
@@ -500,7 +500,7 @@ impl MethodId {
         Some(Self::ALL[index])
     }
 
-    /// Its row.
+    /// Row of the method.
     pub const fn row(self) -> &'static MethodRow {
         &ROWS[self as usize]
     }
@@ -546,7 +546,7 @@ const fn same(one: &str, other: &str) -> bool {
 pub struct NotOffered {
     /// The name on the wire.
     pub name: &'static str,
-    /// What its methods are called in the errors of the handshake.
+    /// Name of the method's group in handshake errors.
     pub family: &'static str,
     /// A token needs one of these.
     pub scopes: &'static [Scope],
@@ -559,7 +559,7 @@ pub static NOT_OFFERED: &[NotOffered] = &[NotOffered {
     scopes: &[FsRead],
 }];
 
-/// What a request names.
+/// The method that a request names.
 #[derive(Debug, Clone, Copy)]
 pub enum RequestedMethod<'a> {
     /// A method with a row.
@@ -603,7 +603,7 @@ impl<'a> RequestedMethod<'a> {
     }
 }
 
-/// What servers add to the compatible wire, sorted.
+/// Names of all extensions of the compatible wire, sorted.
 pub fn extensions() -> Vec<&'static str> {
     let rows = MethodId::ALL.iter().map(|method| method.row());
     let mut names: Vec<_> = rows.flat_map(|row| row.extensions).copied().collect();
@@ -652,7 +652,8 @@ mod tests {
         assert_eq!(notifications, expected);
     }
 
-    /// What the compatible wire and its extensions call the members of params, nested ones included.
+    /// Names of the members of params in the compatible wire and its extensions, nested ones
+    /// included.
     const NAMES: &str = "\
         afterSeq all allowLocalBinding any appVersion arg0 argv auditMetadata authMode bodyBase64 \
         caseSensitive chunk clientName cols commit configPaths contextLines count cpuSeconds \

@@ -38,7 +38,7 @@ pub enum RegistryConnectError {
         /// The one that there is.
         found: Fingerprint,
     },
-    /// What is known of environments cannot be read or written.
+    /// The file of known environments cannot be read or written.
     #[error(transparent)]
     Known(#[from] KnownEnvironmentsError),
 }
@@ -66,19 +66,19 @@ pub enum KnownEnvironmentsError {
     /// The file cannot be read or written.
     #[error("cannot {action} the known environments in {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// The operation that failed.
         action: &'static str,
         /// Which file.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// Others could have written it.
+    /// Other users could have written the file.
     #[error("other users can write {} (mode {mode:04o}): check its contents, then `chmod 600` it", path.display())]
     Permissions {
         /// Which file.
         path: PathBuf,
-        /// Its permissions.
+        /// Permission bits of the file.
         mode: u32,
     },
     /// A malformed line. It may be the one with the key of this environment.

@@ -49,7 +49,7 @@ impl KnownEnvironments {
     ///
     /// # Errors
     ///
-    /// As [`KnownEnvironments::lookup`].
+    /// Same as [`KnownEnvironments::lookup`].
     pub fn list(&self) -> KnownResult<Vec<(RegistryUrl, Fingerprint)>> {
         self.read()
     }
@@ -74,7 +74,7 @@ impl KnownEnvironments {
     ///
     /// # Errors
     ///
-    /// As [`KnownEnvironments::add`].
+    /// Same as [`KnownEnvironments::add`].
     pub fn trust(&self, url: &RegistryUrl, key: Fingerprint) -> KnownResult<Option<Fingerprint>> {
         let _locked = self.lock()?;
         let mut known = self.read()?;
@@ -89,7 +89,7 @@ impl KnownEnvironments {
     ///
     /// # Errors
     ///
-    /// As [`KnownEnvironments::add`].
+    /// Same as [`KnownEnvironments::add`].
     pub fn forget(&self, url: &RegistryUrl) -> KnownResult<Option<Fingerprint>> {
         let _locked = self.lock()?;
         let mut known = self.read()?;

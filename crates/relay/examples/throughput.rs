@@ -16,7 +16,7 @@ use exec_server_relay::{
     Endpoint, EndpointEvent, EndpointLimits, RelayExecutorConfig, RelayHarnessConfig, SendError,
 };
 
-/// Not random; never use it for real keys.
+/// Deterministic bytes, not random ones; never use them for real keys.
 fn entropy() -> impl FnMut(&mut [u8]) + Send {
     let mut state = 1_u64;
     move |out: &mut [u8]| {

@@ -73,7 +73,7 @@ pub enum EndpointEvent {
     AdmissionRequested {
         /// The requested stream.
         stream: StreamKey,
-        /// Its id on the wire.
+        /// Id of the stream on the wire.
         stream_id: Arc<str>,
         /// The harness's public key. Only the holder of its private key can use the stream.
         harness: PublicKey,
@@ -484,7 +484,7 @@ impl Endpoint {
                         stream.handle(now, &frame)
                     }
                     Err(EndReason::ExecutorRejected) => {
-                        // As final as a reset, and authenticated.
+                        // An authenticated close is as final as a reset.
                         self.end(key, EndReason::ExecutorRejected, true);
                         return Ok(());
                     }

@@ -122,7 +122,7 @@ pub enum FrameError {
     /// Longer than peers accept.
     #[error("relay frame of {0} bytes exceeds the limit of {MAX_FRAME_BYTES}")]
     TooLong(usize),
-    /// Not protobuf of this schema.
+    /// The bytes are not protobuf of this schema.
     #[error("relay frame cannot be decoded")]
     Undecodable,
     /// An unsupported version.
@@ -175,7 +175,7 @@ pub struct Acks {
 pub enum FrameBody<'a> {
     /// An encrypted record.
     Data {
-        /// Its sequence number.
+        /// Sequence number of the record.
         seq: u32,
         /// The ciphertext, never empty.
         payload: Cow<'a, [u8]>,

@@ -22,7 +22,7 @@ pub struct RegisterRequest {
 /// Response to a registration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegisterResponse {
-    /// As in the request.
+    /// Same value as in the request.
     pub environment_id: String,
     /// Websocket URL to dial.
     pub url: String,
@@ -51,7 +51,7 @@ pub struct ConnectRequest {
 /// Response to a harness: valid for one connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConnectResponse {
-    /// As in the request.
+    /// Same value as in the request.
     pub environment_id: String,
     /// Websocket URL to dial.
     pub url: String,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::frame::Acks;
 use crate::limits::WINDOW_RECORDS;
 
-/// What to do with a received record.
+/// Classification of a received record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RecordArrival {
     /// The expected one: use it and call [`Reorder::advance`].

@@ -288,7 +288,7 @@ fn close_sends_queued_messages_first() {
         let faults = if seed == 5 { heavy_faults() } else { NO_FAULTS };
         let mut simulation = Simulation::new(seed, faults, [small(), limits]);
         assert!(simulation.run(MINUTES, Simulation::is_open));
-        // As much as the queue accepts, and no more.
+        // The sender queues exactly as much as the queue accepts.
         let sent: Vec<_> = (0..20).map(|n| Bytes::from(vec![n; 9_000])).collect();
         simulation.ends[HARNESS].to_send = sent.clone().into();
         simulation.step();

@@ -522,7 +522,7 @@ mod tests {
             assert_eq!(&*caller.tenant, "acme");
             assert!(caller.is(TokenRole::Harness) && !caller.is(TokenRole::Executor));
             assert!(caller.may_use("anything"));
-            // Nothing that is granted to the caller outlives its token.
+            // Tickets and authorizations of the caller expire with its token at the latest.
             assert_eq!(caller.until(NOW, 60), NOW + 60);
             assert_eq!(caller.until(NOW, 3600), NOW + 360);
         }

@@ -311,7 +311,7 @@ impl ExecutorRegistry {
     /// `environment` includes the tenant.
     pub(crate) fn still_allows(&self, name: &str, role: TokenRole, environment: &str) -> bool {
         if oidc::is_subject(name) {
-            // Its tickets and authorizations expire with the token.
+            // Tickets and authorizations of an OIDC subject expire with its token.
             return self.oidc.is_some();
         }
         self.tokens().still_allows(name, role, environment)
@@ -323,7 +323,7 @@ impl ExecutorRegistry {
         &self,
         caller: &AuthenticatedCaller,
     ) -> Result<bool, StoreError> {
-        // No environment has this id, so only revocations without one are found.
+        // The empty id belongs to no environment, so only revocations for all environments are found.
         let no_environment = tenants::scoped(&caller.tenant, "");
         self.is_token_revoked(&no_environment, &caller.name).await
     }

@@ -28,7 +28,7 @@ use crate::tenants::share::Rates;
 /// Identity of an executor that attaches a socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExecutorIdentity {
-    /// Its environment with tenant; see [`tenants::scoped`].
+    /// Environment of the executor with tenant; see [`tenants::scoped`].
     pub environment: Arc<str>,
     /// Id of its registration.
     pub registration: Arc<str>,

@@ -347,7 +347,7 @@ mod tests {
             assert_eq!(signer.ticket("env-1", &later, 1), forged);
             let other = query.replace("registration=r", "registration=q");
             assert_eq!(signer.ticket("env-1", &other, 1), forged);
-            // Neither can the end of the token be moved, removed or added.
+            // The end of the token's validity cannot be moved, removed or added, either.
             let longer = match token_expires {
                 Some(_) => ["&until=201", ""].map(|to| query.replace("&until=200", to)),
                 None => ["&until=200&sig", "&until=1&sig"].map(|to| query.replace("&sig", to)),

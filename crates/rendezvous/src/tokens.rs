@@ -168,7 +168,7 @@ impl fmt::Debug for Tokens {
 pub struct TokensParseError {
     /// Line number, counted from 1.
     pub line: usize,
-    /// What is wrong with the line.
+    /// The reason why the line is rejected.
     pub problem: String,
 }
 

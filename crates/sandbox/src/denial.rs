@@ -130,7 +130,7 @@ fn path_in(line: &str) -> Option<String> {
         .split(quotes)
         .nth(1)
         .filter(|text| text.starts_with('/'));
-    // Otherwise the form `sh: 1: cannot create /x: Read-only file system`.
+    // Messages without quotes have the form `sh: 1: cannot create /x: Read-only file system`.
     let plain = || {
         // The first part is the name of the program.
         line.split(": ")

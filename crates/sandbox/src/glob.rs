@@ -29,7 +29,7 @@ pub enum GlobError {
     Invalid {
         /// The pattern as given.
         pattern: String,
-        /// What is wrong.
+        /// The reason why the pattern is rejected.
         reason: String,
     },
     /// The pattern begins with a wildcard.

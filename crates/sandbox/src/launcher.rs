@@ -93,7 +93,7 @@ pub(crate) enum LaunchReport {
     Started,
     /// A step failed.
     Failed(LaunchFailure),
-    /// What this machine can enforce.
+    /// Features that this machine can enforce.
     Host(HostFeatures),
     /// The listeners of the new network are attached.
     Listening,

@@ -76,7 +76,7 @@ pub struct PreparedSandbox {
     connects: bool,
 }
 
-/// What a sandbox is for.
+/// Kind of process that a sandbox is prepared for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Purpose {
     /// A command: placeholders keep it from creating the paths of rules that do not exist.
@@ -575,7 +575,8 @@ impl Launcher {
     pub fn new(path: Option<&Path>, tag: (u32, u64)) -> Self {
         let path = match path {
             Some(path) => CString::new(path.as_os_str().as_bytes()).ok(),
-            // Not by path: the file at that path may have been replaced by another version.
+            // The executable is not opened by path: the file at that path may have been replaced by
+            // another version.
             None => launcher::is_dispatched().then(|| c"/proc/self/exe".to_owned()),
         };
         Self {

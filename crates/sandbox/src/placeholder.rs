@@ -156,7 +156,7 @@ pub enum HoldResult {
     Held(Placeholder, bool),
     /// Something else exists at the path now.
     Exists,
-    /// Nothing can be created there, by the sandboxed process neither.
+    /// No process can create this path, not even outside of the sandbox.
     Impossible,
 }
 

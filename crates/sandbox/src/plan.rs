@@ -36,7 +36,7 @@ pub type SystemText = Vec<u8>;
 pub struct SandboxPlan {
     /// The command to run.
     pub command: SandboxedCommand,
-    /// Its confinement.
+    /// Restrictions of the command.
     pub confinement: Confinement,
 }
 
@@ -54,11 +54,11 @@ pub struct FileService {
 pub struct SandboxedCommand {
     /// Paths to try to execute, in order.
     pub candidates: Vec<SystemText>,
-    /// Its arguments.
+    /// Arguments of the program, with its name first.
     pub argv: Vec<SystemText>,
-    /// Its environment.
+    /// Environment variables as `NAME=VALUE`.
     pub env: Vec<SystemText>,
-    /// Its working directory.
+    /// Working directory of the command.
     pub cwd: SystemText,
     /// Resource limits, as (resource, value).
     pub limits: Vec<(u32, u64)>,

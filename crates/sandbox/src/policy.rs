@@ -407,7 +407,7 @@ fn follow(path: &Path, disk: &dyn Disk) -> Result<ResolvedTarget, PolicyError> {
         let next = here.join(&name);
         let kind = match disk.kind(&next) {
             Ok(kind) => kind,
-            // Nothing exists below a file.
+            // A file has no entries.
             Err(error) if error.kind() == io::ErrorKind::NotADirectory => None,
             Err(source) => return Err(PolicyError::Disk { path: next, source }),
         };
@@ -631,8 +631,8 @@ fn protect(
 fn read_only(view: &mut AccessRules, path: &Path, disk: &dyn Disk) -> Result<(), PolicyError> {
     let target = match follow(path, disk) {
         Ok(target) => target,
-        // Nothing can be written through a path that leads nowhere, and the links at its beginning
-        // are fixed by the caller.
+        // No process can write through a path that leads nowhere, and the caller has already
+        // resolved the links at its beginning.
         Err(PolicyError::Disk { source, .. }) if source.raw_os_error() == Some(libc::ELOOP) => {
             return Ok(());
         }
@@ -788,7 +788,7 @@ impl CachedDisk {
         let wanted = StatxFlags::TYPE | StatxFlags::MODE;
         let found = rustix::fs::statx(&fd, c"", flags, wanted).ok()?;
         match FileType::from_raw_mode(found.stx_mode.into()) {
-            // It may be a placeholder; that depends on its content or its target.
+            // The file may be a placeholder; that depends on its content or its target.
             _ if placeholder::may_be_one(found.stx_mode.into()) => None,
             FileType::Directory => Some(Some(PathType::Directory)),
             // The target of a link may have to be read from the disk.

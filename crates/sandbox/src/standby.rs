@@ -52,7 +52,7 @@ const MAX_FILES: usize = 16;
 /// Setup of a new launcher before it reads its order.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct LauncherSetup {
-    /// Its resource limits.
+    /// Resource limits of the launcher.
     pub(super) limits: Vec<(u32, u64)>,
     /// Whether standard input becomes its controlling terminal.
     pub(super) terminal: bool,
@@ -68,7 +68,7 @@ pub(super) struct LauncherSetup {
 pub struct ForkRequest<'a> {
     /// Standard streams of the command.
     pub streams: [BorrowedFd<'a>; 3],
-    /// The launcher's order.
+    /// The launch that the launcher executes.
     pub pending_launch: &'a PendingLaunch,
     /// Resource limits of the launcher.
     pub limits: &'a [(u32, u64)],
@@ -115,7 +115,7 @@ impl Standby {
                     reap(ended);
                 }
                 let pid = born.map_err(io::Error::from_raw_os_error)?;
-                // Not reaped yet: no other code has this pid.
+                // The process is not reaped yet, so no other process has this pid.
                 let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
                 Ok((pid, pidfd))
             }
@@ -214,7 +214,7 @@ fn reap(pid: Pid) {
 
 impl Drop for PendingFork {
     fn drop(&mut self) {
-        // It responds with the pid of the spare that it leaves.
+        // The launcher responds with the pid of the spare that it leaves.
         if self.answers
             && send(&self.control, &LauncherSetup::default(), &[]).is_ok()
             && let Ok(ForkResponse {
@@ -223,7 +223,7 @@ impl Drop for PendingFork {
         {
             reap(ended);
         }
-        // It exits when its socket is closed; SIGKILL covers one that hangs.
+        // The launcher exits when its socket is closed; SIGKILL covers one that hangs.
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
         let own = WaitId::PidFd(self.pidfd.as_fd());
         let _ = rustix::process::waitid(own, WaitIdOptions::EXITED);
@@ -341,7 +341,7 @@ impl SpareLaunchers {
         };
         let told = spare.send_task(setup, files);
         if told.is_err() {
-            // It exits without a task.
+            // The spare exits without a task.
             self.ended = Some(spare.pid);
         }
         told

@@ -446,7 +446,7 @@ fn clone(found: &OwnedFd) -> rustix::io::Result<OwnedFd> {
     rustix::mount::open_tree(found, c"", flags)
 }
 
-/// As [`copy`], for a link itself.
+/// Like [`copy`], for a link itself.
 fn copy_link(path: &Path) -> BuildResult<OwnedFd> {
     let copied = || -> rustix::io::Result<OwnedFd> {
         let above = find(root_directory()?, relative(path.parent().unwrap_or(path)))?;

@@ -263,7 +263,7 @@ impl Auth {
         self.find(head, now).map(|(identity, _)| identity)
     }
 
-    /// As [`Auth::check`]; also returns the index of the credential (see [`Auth::credentials`]).
+    /// Same as [`Auth::check`]; also returns the index of the credential (see [`Auth::credentials`]).
     pub(crate) fn find(
         &self,
         head: &HttpHead,

@@ -147,7 +147,7 @@ struct FileLaneState {
     at_work: usize,
     /// Number of jobs started since the lane was created.
     begun: u64,
-    /// Whether a task checks the progress of the lane.
+    /// Whether a task checks periodically that the lane still starts jobs.
     watched: bool,
 }
 

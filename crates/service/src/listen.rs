@@ -404,7 +404,7 @@ struct AcceptedConnection {
     /// The name of the peer, for log messages.
     name: String,
     address: Option<IpAddr>,
-    /// Who has connected, if it may be a sandboxed process of this program.
+    /// The local peer, if it may be a sandboxed process of this program.
     local: Option<LocalPeer>,
     /// The client's end of a TCP connection, and this one.
     ends: Option<(SocketAddr, SocketAddr)>,

@@ -24,7 +24,7 @@ use crate::outbox::Outbox;
 use crate::session::{Session, SessionDriver, unknown_session};
 use crate::trace::Tracer;
 
-/// What happens to a session when its connection ends.
+/// Lifetime of a session after its connection ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionLifetime {
     /// The session waits for the client to reconnect, for the granted time.

@@ -175,7 +175,7 @@ pub(crate) struct SessionProcess {
     pub(crate) info: ProcessInfo,
     pub(crate) process: Process,
     pub(crate) dialect: NotificationFamily,
-    /// Its number in the order of starts.
+    /// Number of the process in the order of starts.
     pub(crate) number: u64,
     input: Mutex<InputQueue>,
     /// Whether a client has read the output to its end.
@@ -470,8 +470,8 @@ impl Session {
         }
     }
 
-    /// Sends notifications of a new process to the driver, unless it is `already` following;
-    /// returns the outbox of the driver.
+    /// Subscribes the driver's connection to a new process, unless `already` is its outbox.
+    /// Returns the outbox of the driver.
     fn follow_driver(
         &self,
         managed: &SessionProcess,
@@ -606,7 +606,8 @@ impl ProcessRecords {
         for _ in 0..self.closed.len() {
             match self.closed.front_mut() {
                 Some(first) if first.due(since) > now => break,
-                // Its client will continue the notifications and get the rest of the output.
+                // The client of a paused process will continue the notifications and get the rest
+                // of the output.
                 Some(first) if first.process.has_paused_reading() => {
                     first.at = now;
                     self.closed.rotate_left(1);

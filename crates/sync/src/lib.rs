@@ -10,7 +10,7 @@ use std::time::Duration;
 
 pub use std::sync::{MutexGuard, RwLockReadGuard, RwLockWriteGuard};
 
-/// As [`std::sync::Mutex`], without poisoning.
+/// [`std::sync::Mutex`] without poisoning.
 #[derive(Debug, Default)]
 pub struct Mutex<T: ?Sized>(std::sync::Mutex<T>);
 
@@ -42,7 +42,7 @@ impl<T: ?Sized> Mutex<T> {
     }
 }
 
-/// As [`std::sync::RwLock`], without poisoning.
+/// [`std::sync::RwLock`] without poisoning.
 #[derive(Debug, Default)]
 pub struct RwLock<T: ?Sized>(std::sync::RwLock<T>);
 
@@ -65,7 +65,7 @@ impl<T: ?Sized> RwLock<T> {
     }
 }
 
-/// As [`std::sync::Condvar`], without poisoning. It waits with the guards of [`Mutex`].
+/// [`std::sync::Condvar`] without poisoning, for the guards of [`Mutex`].
 #[derive(Debug, Default)]
 pub struct Condvar(std::sync::Condvar);
 

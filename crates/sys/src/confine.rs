@@ -278,8 +278,8 @@ pub fn limit(resource: u32, value: u64) -> io::Result<()> {
 /// Sets every signal to its default action, in this process and its future children.
 pub fn default_signals(_: OneThread) {
     static DONE: AtomicBool = AtomicBool::new(false);
-    // Nothing in this program changes an action afterwards, and forked processes inherit both the
-    // actions and this flag.
+    // This program does not change signal actions after the first call, and forked processes
+    // inherit both the actions and this flag.
     if DONE.swap(true, Ordering::Relaxed) {
         return;
     }

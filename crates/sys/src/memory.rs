@@ -59,7 +59,7 @@ pub fn buffer(bytes: usize) -> Option<Vec<u8>> {
 ///
 /// Call it before any thread is started.
 pub fn return_large_allocations() {
-    // As many as threads that allocate at the same time.
+    // One arena for each thread that allocates at the same time.
     #[cfg(target_env = "gnu")]
     let arenas = std::thread::available_parallelism()
         .map_or(ARENAS.0, usize::from)

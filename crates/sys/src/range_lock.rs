@@ -23,7 +23,7 @@ pub fn share(directory: impl AsFd) -> io::Result<()> {
 ///
 /// # Errors
 ///
-/// As [`share`].
+/// Same as [`share`].
 pub fn release(directory: impl AsFd) -> io::Result<()> {
     control(directory, libc::F_OFD_SETLK, libc::F_UNLCK).map(drop)
 }
@@ -32,7 +32,7 @@ pub fn release(directory: impl AsFd) -> io::Result<()> {
 ///
 /// # Errors
 ///
-/// As [`share`].
+/// Same as [`share`].
 pub fn is_held_elsewhere(directory: impl AsFd) -> io::Result<bool> {
     let found = control(directory, libc::F_OFD_GETLK, libc::F_WRLCK)?;
     Ok(c_int::from(found) != libc::F_UNLCK)

@@ -116,7 +116,7 @@ impl CodexHome {
     ///
     /// # Panics
     ///
-    /// It cannot be written.
+    /// If it cannot be written.
     pub fn configure(&self, text: &str) {
         let path = self.path().join("config.toml");
         fs::write(&path, text)
@@ -130,7 +130,7 @@ impl CodexHome {
     ///
     /// # Panics
     ///
-    /// It cannot be written.
+    /// If it cannot be written.
     pub fn require(&self, text: &str) {
         let directory = self.etc().join("codex");
         fs::create_dir_all(&directory)
@@ -245,7 +245,7 @@ pub fn remote_executor_command(
 ///
 /// # Panics
 ///
-/// It cannot be started.
+/// If it cannot be started.
 #[must_use]
 pub fn remote_executor(
     home: &CodexHome,
@@ -292,7 +292,7 @@ pub fn app_server(home: &CodexHome, registry: &CodexRegistry) -> Command {
 ///
 /// # Panics
 ///
-/// As [`exec`].
+/// Same as [`exec`].
 pub async fn exec_registered(
     home: &CodexHome,
     model: &FakeModel,
@@ -316,9 +316,9 @@ pub async fn exec_registered(
 pub struct CodexRun {
     /// Exit status.
     pub status: ExitStatus,
-    /// Its stdout: one JSON event per line.
+    /// Standard output of Codex: one JSON event per line.
     pub events: Vec<Value>,
-    /// Its stderr.
+    /// Standard error of Codex.
     pub stderr: String,
 }
 
@@ -337,7 +337,7 @@ impl CodexRun {
 ///
 /// # Panics
 ///
-/// It takes longer than `limit`, prints anything but JSON, or fails.
+/// If it takes longer than `limit`, prints anything but JSON, or fails.
 pub async fn exec(
     home: &CodexHome,
     model: &FakeModel,
@@ -351,7 +351,7 @@ pub async fn exec(
 ///
 /// # Panics
 ///
-/// As [`exec`].
+/// Same as [`exec`].
 pub async fn exec_in(
     home: &CodexHome,
     model: &FakeModel,
@@ -366,7 +366,7 @@ pub async fn exec_in(
 ///
 /// # Panics
 ///
-/// As [`exec`].
+/// Same as [`exec`].
 pub async fn exec_with(
     home: &CodexHome,
     model: &FakeModel,
@@ -383,7 +383,7 @@ pub async fn exec_with(
 ///
 /// # Panics
 ///
-/// As [`exec`].
+/// Same as [`exec`].
 pub async fn exec_reviewed(
     home: &CodexHome,
     model: &FakeModel,
@@ -403,7 +403,7 @@ pub async fn exec_reviewed(
 ///
 /// # Panics
 ///
-/// As [`exec`].
+/// Same as [`exec`].
 pub async fn exec_configured(
     home: &CodexHome,
     model: &FakeModel,

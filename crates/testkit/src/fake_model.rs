@@ -188,7 +188,7 @@ impl FakeModel {
     ///
     /// # Panics
     ///
-    /// It was not; the message contains the last input.
+    /// If it was not; the message contains the last input.
     pub fn finish(&self) {
         let state = self.state.lock();
         assert!(

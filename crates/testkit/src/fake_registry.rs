@@ -73,7 +73,7 @@ impl FakeRegistry {
     ///
     /// # Panics
     ///
-    /// As [`FakeRegistry::start`].
+    /// Same as [`FakeRegistry::start`].
     pub async fn that_keeps_executors() -> Self {
         Self::with(true).await
     }
@@ -152,7 +152,7 @@ impl FakeRegistry {
     ///
     /// # Panics
     ///
-    /// They never do.
+    /// If they never do.
     pub async fn until(&self, what: &str, condition: impl FnMut(&Vec<Seen>) -> bool) {
         let mut seen = self.shared.seen.subscribe();
         let waited = timeout(PATIENCE, seen.wait_for(condition)).await;
@@ -163,7 +163,7 @@ impl FakeRegistry {
     ///
     /// # Panics
     ///
-    /// They are not made.
+    /// If they are not made.
     pub async fn until_count(&self, action: &str, count: usize) {
         let what = format!("{count} × {action}");
         self.until(&what, |seen| {
@@ -176,7 +176,7 @@ impl FakeRegistry {
     ///
     /// # Panics
     ///
-    /// That does not happen.
+    /// If that does not happen.
     pub async fn until_attached(&self, attached: bool) {
         let mut open = self.shared.open.subscribe();
         let waited = timeout(PATIENCE, open.wait_for(|open| (*open > 0) == attached)).await;

@@ -102,7 +102,7 @@ pub async fn command_runs_with_a_token(url: &str, token: &str) {
 ///
 /// # Panics
 ///
-/// Its output or exit code does not reach the model.
+/// If its output or exit code does not reach the model.
 pub async fn command_runs_through_a_registry(registry: &codex::CodexRegistry) {
     let home = CodexHome::new();
     let (name, value) = MARKER;
@@ -503,7 +503,7 @@ async fn tool_site() -> HttpSite {
             }]}),
             Some("tools/call") => json!({"content": [{"type": "text", "text": "greetings"}]}),
             Some(_) => return say(&mut stream, &site::answer("202 Accepted", "", "")).await,
-            // It sends no events.
+            // If the model sends no events.
             None => {
                 let refused = site::answer("405 Method Not Allowed", "", "");
                 return say(&mut stream, &refused).await;

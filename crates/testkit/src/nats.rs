@@ -56,7 +56,7 @@ impl Nats {
     ///
     /// # Panics
     ///
-    /// As [`Nats::start`].
+    /// Same as [`Nats::start`].
     pub async fn tuned() -> Self {
         let mut nats = Self::prepared("").await;
         nats.tuned = true;
@@ -68,7 +68,7 @@ impl Nats {
     ///
     /// # Panics
     ///
-    /// As [`Nats::start`].
+    /// Same as [`Nats::start`].
     pub async fn with(jetstream: &str) -> Self {
         let mut nats = Self::prepared(jetstream).await;
         nats.open().await;
@@ -80,7 +80,7 @@ impl Nats {
     ///
     /// # Panics
     ///
-    /// As [`Nats::start`].
+    /// Same as [`Nats::start`].
     pub async fn configured(lines: impl FnOnce(&Path) -> String) -> Self {
         let mut nats = Self::prepared("").await;
         let lines = lines(nats.directory.path());
@@ -93,7 +93,7 @@ impl Nats {
     ///
     /// # Panics
     ///
-    /// As [`Nats::start`], or if the filesystem cannot be created.
+    /// Like [`Nats::start`], or if the filesystem cannot be created.
     pub async fn on_disk(bytes: usize) -> Self {
         // By default the server leaves a quarter of the disk unused.
         let mut nats = Self::prepared("max_file_store: 1GB").await;
@@ -173,7 +173,7 @@ impl Nats {
     ///
     /// # Panics
     ///
-    /// It does not start.
+    /// If it does not start.
     pub async fn open(&mut self) {
         let config = self.directory.path().join("nats.conf");
         std::fs::write(&config, &self.config).expect("a configuration");
@@ -208,7 +208,7 @@ impl Nats {
     ///
     /// # Panics
     ///
-    /// It is not running.
+    /// If it is not running.
     pub async fn die(&mut self) {
         let mut child = self.child.take().expect("the server is running");
         child.start_kill().expect("the server is running");
@@ -225,7 +225,7 @@ impl Nats {
     ///
     /// # Panics
     ///
-    /// It is not running.
+    /// If it is not running.
     pub fn signal(&self, signal: Signal) {
         let pid = self
             .child

@@ -26,7 +26,7 @@ impl RendezvousProcess {
     ///
     /// # Panics
     ///
-    /// It does not start.
+    /// If it does not start.
     pub async fn start(command: Command, state: &Path) -> Self {
         Self::with(command, state, &["--listen", "127.0.0.1:0"]).await
     }
@@ -35,7 +35,7 @@ impl RendezvousProcess {
     ///
     /// # Panics
     ///
-    /// It does not start.
+    /// If it does not start.
     pub async fn with(mut command: Command, state: &Path, options: &[&str]) -> Self {
         command
             .arg("rendezvous")
@@ -76,7 +76,7 @@ impl RendezvousProcess {
     ///
     /// # Panics
     ///
-    /// Its URL has no port.
+    /// If its URL has no port.
     #[must_use]
     pub fn port(&self) -> u16 {
         let port = self.url.rsplit(':').next();
@@ -111,7 +111,7 @@ impl RendezvousProcess {
     ///
     /// # Panics
     ///
-    /// That does not happen.
+    /// If that does not happen.
     pub async fn wait_online(&self, environment: &str, online: bool) {
         let wait = async {
             loop {
@@ -134,7 +134,7 @@ impl RendezvousProcess {
     ///
     /// # Panics
     ///
-    /// It has ended.
+    /// If it has ended.
     pub fn signal(&self, signal: Signal) {
         let pid = self.child.id().and_then(|pid| i32::try_from(pid).ok());
         let pid = pid.and_then(Pid::from_raw).expect("the process is running");
@@ -145,7 +145,7 @@ impl RendezvousProcess {
     ///
     /// # Panics
     ///
-    /// It still runs after [`PATIENCE`].
+    /// If it still runs after [`PATIENCE`].
     pub async fn ended(mut self) -> (ExitStatus, String) {
         let mut text = String::new();
         if let Some(mut stderr) = self.child.stderr.take() {

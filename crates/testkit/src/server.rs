@@ -103,7 +103,7 @@ impl ServerProcess {
     ///
     /// # Panics
     ///
-    /// It does not.
+    /// If it does not.
     pub async fn said(&self, text: &str) {
         proc::eventually(text, || {
             let stderr = self.stderr();
@@ -134,7 +134,7 @@ impl ServerProcess {
     ///
     /// # Panics
     ///
-    /// It still runs after [`PATIENCE`].
+    /// If it still runs after [`PATIENCE`].
     pub async fn ended(&mut self) -> ExitStatus {
         match timeout(PATIENCE, self.child.wait()).await {
             Ok(status) => status.expect("a child can be waited for"),

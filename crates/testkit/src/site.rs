@@ -100,7 +100,7 @@ impl HttpSite {
     ///
     /// # Panics
     ///
-    /// As [`HttpSite::start`].
+    /// Same as [`HttpSite::start`].
     pub async fn saying(answer: impl Into<Vec<u8>>) -> Self {
         let answer: Arc<[u8]> = answer.into().into();
         Self::start(move |_, mut stream| {

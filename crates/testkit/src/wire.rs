@@ -94,7 +94,7 @@ impl TestedServer {
     ///
     /// # Panics
     ///
-    /// As [`TestedServer::connect`].
+    /// Same as [`TestedServer::connect`].
     pub async fn session(&mut self) -> WireClient {
         let mut client = self.connect().await;
         client.initialize(json!({"clientName": "test"})).await;
@@ -139,7 +139,7 @@ impl TestedServer {
     ///
     /// # Panics
     ///
-    /// It does not exit.
+    /// If it does not exit.
     pub async fn ended(&mut self) -> ExitStatus {
         match &mut self.kind {
             TransportKind::Listening(server) => server.ended().await,
@@ -497,7 +497,7 @@ impl WireClient {
     ///
     /// # Panics
     ///
-    /// It fails.
+    /// If it fails.
     pub async fn ok(&mut self, method: &str, params: Value) -> Value {
         let answer = self.call(method, params).await;
         answer.unwrap_or_else(|failure| panic!("{method} failed: {failure}"))
@@ -507,7 +507,7 @@ impl WireClient {
     ///
     /// # Panics
     ///
-    /// It succeeds.
+    /// If it succeeds.
     pub async fn refused(&mut self, method: &str, params: Value) -> ErrorReply {
         match self.call(method, params).await {
             Ok(result) => panic!("{method} should fail but answered {result}"),
@@ -519,7 +519,7 @@ impl WireClient {
     ///
     /// # Panics
     ///
-    /// None arrives.
+    /// If none arrives.
     pub async fn refusal(&mut self) -> ErrorReply {
         loop {
             if let Some(refusal) = self.refusals.pop_front() {
@@ -536,7 +536,7 @@ impl WireClient {
     ///
     /// # Panics
     ///
-    /// It cannot be started.
+    /// If it cannot be started.
     pub async fn start(&mut self, start: StartBuilder) -> Value {
         if start.0["delivery"] == "pull" {
             self.pulls(&start.id());
@@ -548,7 +548,7 @@ impl WireClient {
     ///
     /// # Panics
     ///
-    /// It cannot be started or does not end.
+    /// If it cannot be started or does not end.
     pub async fn run(&mut self, start: StartBuilder) -> &ObservedProcess {
         let id = start.id();
         self.start(start).await;
@@ -588,7 +588,7 @@ impl WireClient {
     ///
     /// # Panics
     ///
-    /// It does not arrive.
+    /// If it does not arrive.
     pub async fn exited(&mut self, process_id: &str) -> &ObservedProcess {
         self.until(process_id, "it has exited", |seen| seen.exited.is_some())
             .await
@@ -598,7 +598,7 @@ impl WireClient {
     ///
     /// # Panics
     ///
-    /// It does not arrive.
+    /// If it does not arrive.
     pub async fn closed(&mut self, process_id: &str) -> &ObservedProcess {
         self.until(process_id, "it is closed", |seen| seen.closed.is_some())
             .await
@@ -608,7 +608,7 @@ impl WireClient {
     ///
     /// # Panics
     ///
-    /// It does not.
+    /// If it does not.
     pub async fn wrote(&mut self, process_id: &str, stream: &str, text: &str) -> &ObservedProcess {
         self.until(process_id, &format!("it wrote {text:?}"), |seen| {
             seen.text(stream).contains(text)
@@ -641,7 +641,7 @@ impl WireClient {
     ///
     /// # Panics
     ///
-    /// None arrives, or the connection ends.
+    /// If none arrives, or the connection ends.
     pub async fn notice(&mut self, method: &str) -> Value {
         loop {
             let found = self.notices.iter().position(|(name, _)| name == method);
@@ -657,7 +657,7 @@ impl WireClient {
     ///
     /// # Panics
     ///
-    /// None arrives, it is another one, or the connection ends.
+    /// If none arrives, it is another one, or the connection ends.
     pub async fn question(&mut self, method: &str) -> (i64, Value) {
         loop {
             if let Some((id, name, params)) = self.questions.pop_front() {
@@ -678,7 +678,7 @@ impl WireClient {
     ///
     /// # Panics
     ///
-    /// It cannot be sent.
+    /// If it cannot be sent.
     pub async fn reply(&mut self, id: i64, result: Value) {
         let message = serde_json::json!({"id": id, "result": result});
         self.send_text(&message.to_string()).await;
@@ -693,7 +693,7 @@ impl WireClient {
     ///
     /// # Panics
     ///
-    /// It does not end.
+    /// If it does not end.
     pub async fn end(&mut self) {
         while self.step().await {}
     }

@@ -49,7 +49,7 @@ pub enum ConnectError {
     Url {
         /// URL as given.
         url: String,
-        /// What is wrong with the URL.
+        /// The reason why the URL is rejected.
         reason: String,
     },
     /// The server did not answer in time.
@@ -296,7 +296,7 @@ impl<'a> WebsocketTarget<'a> {
 ///
 /// # Errors
 ///
-/// As [`connect`].
+/// Same as [`connect`].
 pub async fn connect_by(
     url: &str,
     options: &ConnectOptions,

@@ -131,7 +131,7 @@ pub async fn read_head(
 ///
 /// # Errors
 ///
-/// As for [`read_head`].
+/// Same as for [`read_head`].
 pub async fn read_next_head(
     reader: &mut (impl AsyncRead + Unpin),
     kind: HeadKind,

@@ -41,7 +41,7 @@ pub enum CallError {
     Decode {
         /// Method name.
         method: &'static str,
-        /// What is wrong with the result.
+        /// The reason why the result cannot be decoded.
         reason: String,
     },
     /// The server did not respond in time.

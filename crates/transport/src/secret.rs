@@ -36,7 +36,7 @@ impl Secret {
     ///
     /// # Errors
     ///
-    /// As for [`Secret::read`].
+    /// Same as for [`Secret::read`].
     pub fn read_from(input: impl io::Read) -> io::Result<Self> {
         // Allocate the buffer before reading: reallocation would leave copies of the secret in
         // freed memory.

@@ -52,7 +52,8 @@ pub(crate) struct ExecCommandParams {
 pub(crate) struct WriteStdinParams {
     /// Id of the session.
     pub(crate) session_id: u32,
-    /// What to write, with line ends; nothing to only wait for output, U+0003 alone to interrupt.
+    /// Text to write, with line ends. Empty text only waits for output; U+0003 alone interrupts the
+    /// command.
     #[serde(default)]
     pub(crate) chars: String,
     /// How long to wait for output, in milliseconds; 250 to 30000 after writing, 5000 to 300000 when
@@ -108,15 +109,15 @@ pub(crate) struct ListProcesses {
 pub(crate) struct WaitFor {
     /// Id of the session.
     pub(crate) session_id: u32,
-    /// Its output matches this regular expression.
+    /// The output of the command matches this regular expression.
     pub(crate) regex: Option<String>,
     /// Search only this stream.
     pub(crate) stream: Option<StreamName>,
-    /// It writes nothing for this many milliseconds.
+    /// The command writes nothing for this many milliseconds.
     pub(crate) quiet_ms: Option<u64>,
-    /// It listens on this TCP port; 0 for any.
+    /// The command listens on this TCP port; 0 for any.
     pub(crate) port: Option<u16>,
-    /// It waits for input from its terminal. Default false.
+    /// The command waits for input from its terminal. Default false.
     #[serde(default)]
     pub(crate) tty_read: bool,
     /// Search output after this cursor only; all that is kept if not given.

@@ -426,7 +426,7 @@ mod tests {
         assert_eq!(whole, &br#"{"whole":1}"#[..]);
         let error = receiver.recv().await.unwrap_err();
         assert!(matches!(error, StdioError::Gap { after_seq: 2 }), "{error}");
-        // Nothing more is reported, however much output follows.
+        // The stream ends after the gap, however much output follows.
         assert!(receiver.recv().await.unwrap().is_none());
     }
 

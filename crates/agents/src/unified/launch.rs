@@ -1,4 +1,4 @@
-//! What to launch: direct and prepared requests.
+//! Launch requests of unified exec: direct requests and prepared ones.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

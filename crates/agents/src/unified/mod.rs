@@ -545,7 +545,7 @@ impl UnifiedShared {
             let is_paused = *paused.borrow_and_update() > 0;
             if is_paused && until.is_none() {
                 let since = Instant::now();
-                // Neither wait fails: `session` and `self` keep the senders open.
+                // Both waits always return a value: `session` and `self` keep the senders open.
                 tokio::select! {
                     _ = progress.wait_for(|progress| !progress.is_running()) => {}
                     _ = paused.wait_for(|count| *count == 0) => {}

@@ -248,7 +248,7 @@ async fn serve_events(mut link: Link, events: u64) -> anyhow::Result<()> {
         .split_once("\"seq\":0")
         .context("the message has a number")?;
     for seq in 1..=events {
-        // As cheap as possible: only the reader's time is measured.
+        // Returns after as little work as possible: only the reader's time is measured.
         link.outgoing.push_message(message.len() + 8, |out| {
             out.extend_from_slice(before.as_bytes());
             out.extend_from_slice(b"\"seq\":");

@@ -53,7 +53,7 @@ impl RelaySetup {
         Self::with_options(command, &[])
     }
 
-    /// As [`RelaySetup::new`], with more options for the server that is reached directly.
+    /// Like [`RelaySetup::new`], with more options for the server that is reached directly.
     pub(crate) fn with_options(command: &CommandLine, options: &[&str]) -> anyhow::Result<Self> {
         let files = tempfile::tempdir()?;
         let path = |name: &str| files.path().join(name).display().to_string();
@@ -420,8 +420,8 @@ fn echoes_beside_a_flood(bench: &Bench, setup: &RelaySetup, keys: usize) -> anyh
             ended = drain => ended?,
         };
         ensure!(flooded > 0, "the flood does not come");
-        // Otherwise the flood would continue without its client during the next measurement. Its
-        // response is behind output that was not read yet.
+        // Discarding stops the flood before the next measurement. The response to the request comes
+        // after output that was not read yet.
         let discard = async {
             while events.recv().await.is_some() {}
             std::future::pending::<()>().await;

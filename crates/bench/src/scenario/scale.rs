@@ -37,7 +37,7 @@ const MORE_LIMITS: [&str; 4] = [
 /// Requests that are sent before their responses are awaited.
 const BATCH: usize = 50;
 
-/// Cost of one size.
+/// Measured cost of one case, at one number of processes or connections.
 #[derive(Debug, Clone, Copy)]
 struct SizeCost {
     seconds: f64,

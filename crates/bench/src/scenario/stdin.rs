@@ -17,7 +17,8 @@ const WINDOW: usize = 16;
 
 /// Writes of 64 KiB until the child has read and checked everything and exited.
 ///
-/// Not every server supports closing the input, so the child knows how much to read.
+/// The child gets the expected number of bytes as an argument, because some servers cannot close
+/// its input.
 pub(super) fn run(bench: &Bench) -> Vec<ReportRow> {
     let pattern = BytePattern::new();
     let total: u64 = bench.pick(64 << 20, 16 << 20);

@@ -132,7 +132,7 @@ pub enum AddressError {
     Invalid {
         /// The URL as given.
         url: String,
-        /// What is wrong with the URL.
+        /// The reason why the URL cannot be used.
         reason: String,
     },
 }
@@ -317,7 +317,7 @@ async fn read_token(path: PathBuf) -> Result<Secret, ExecServerError> {
 pub struct StdioTarget {
     /// The program.
     pub program: String,
-    /// Its arguments.
+    /// Arguments of the program.
     pub args: Vec<String>,
     /// Environment variables that are added to those of this program.
     pub env: BTreeMap<String, String>,

@@ -155,7 +155,7 @@ pub enum EnvironmentsFileError {
         path: PathBuf,
         /// Line number, from 1.
         line: usize,
-        /// What is wrong.
+        /// The reason why the text is rejected.
         reason: String,
     },
     /// A key is unknown, missing or has an invalid value.
@@ -167,7 +167,7 @@ pub enum EnvironmentsFileError {
         line: usize,
         /// The key.
         key: String,
-        /// What is wrong.
+        /// The reason why the value is rejected.
         reason: String,
     },
 }
@@ -187,7 +187,7 @@ impl EnvironmentsFile {
     ///
     /// # Errors
     ///
-    /// As [`EnvironmentsFile::read`].
+    /// Same as [`EnvironmentsFile::read`].
     pub fn read_with_state(
         path: &Path,
         state: Option<&Path>,
@@ -223,7 +223,7 @@ impl EnvironmentsFile {
     ///
     /// # Errors
     ///
-    /// As [`EnvironmentsFile::parse`].
+    /// Same as [`EnvironmentsFile::parse`].
     pub fn parse_with_state(
         text: &str,
         path: &Path,

@@ -80,7 +80,7 @@ pub enum EnvironmentError {
     /// The environment with this id is not externally provisioned.
     #[error("environment `{0}` is not externally provisioned")]
     ProvisioningModeConflict(String),
-    /// A report about an environment is rejected.
+    /// The provisioner's report about an environment is rejected.
     #[error("environment `{id}`: {source}")]
     Report {
         /// Id of the environment.
@@ -118,7 +118,7 @@ impl EnvironmentManager {
     ///
     /// # Errors
     ///
-    /// As [`EnvironmentManager::new`].
+    /// Same as [`EnvironmentManager::new`].
     pub fn resting(
         list: EnvironmentList,
         local: Option<Environment>,
@@ -146,7 +146,7 @@ impl EnvironmentManager {
     ///
     /// # Errors
     ///
-    /// As [`EnvironmentManager::new`], or when the provider fails.
+    /// Like [`EnvironmentManager::new`], or when the provider fails.
     pub async fn from_provider(
         provider: &dyn EnvironmentProvider,
         local: Option<Environment>,

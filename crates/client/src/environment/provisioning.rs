@@ -123,7 +123,9 @@ impl ProvisioningGate {
         match seen.as_deref() {
             Ok(ProvisioningState::Ready(report)) => Ok(Arc::clone(&report.connect)),
             Ok(ProvisioningState::Failed(reason)) => Err(Arc::clone(reason)),
-            Ok(ProvisioningState::Pending) | Err(_) => Err("the provisioner was dropped without a report".into()),
+            Ok(ProvisioningState::Pending) | Err(_) => {
+                Err("the provisioner was dropped without a report".into())
+            }
         }
     }
 

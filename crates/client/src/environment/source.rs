@@ -126,7 +126,7 @@ pub enum EnvironmentSourceError {
     Address {
         /// The variable.
         variable: &'static str,
-        /// What is wrong.
+        /// The reason why the value is rejected.
         source: AddressError,
     },
     /// Only some of the variables that define a registry environment are set.
@@ -140,7 +140,7 @@ pub enum EnvironmentSourceError {
     Pin {
         /// The variable.
         variable: &'static str,
-        /// What is wrong.
+        /// The reason why the value is rejected.
         source: PinParseError,
     },
 }

@@ -15,7 +15,7 @@ pub enum MapError {
     /// A pattern cannot be said below it.
     #[error("the remote root `{}` is not valid UTF-8, which a pattern of a policy below it requires", .0.display())]
     NotText(PathBuf),
-    /// It has no counterpart there.
+    /// The local path is outside of the mapped tree.
     #[error(
         "`{}` is outside of the local root `{}`, so it has no counterpart below the remote root `{}`",
         path.display(), local.display(), remote.display()
@@ -25,10 +25,10 @@ pub enum MapError {
         path: PathBuf,
         /// The root that it should be below.
         local: PathBuf,
-        /// What stands for it there.
+        /// The remote root that corresponds to the local root.
         remote: PathBuf,
     },
-    /// It has no counterpart here.
+    /// The remote path is outside of the mapped tree.
     #[error(
         "`{}` is outside of the remote root `{}`, so it has no counterpart below the local root `{}`",
         path.display(), remote.display(), local.display()
@@ -38,7 +38,7 @@ pub enum MapError {
         path: PathBuf,
         /// The root that it should be below.
         remote: PathBuf,
-        /// What stands for it here.
+        /// The local root that corresponds to the remote root.
         local: PathBuf,
     },
 }

@@ -14,7 +14,7 @@ pub enum ProcessFailure {
     Missing {
         /// The last number that came.
         after_seq: u64,
-        /// What reading them met with.
+        /// The reason why the missing events cannot be read.
         reason: Arc<str>,
     },
 }

@@ -13,9 +13,9 @@ pub enum SshError {
     /// There is no ssh here.
     #[error("cannot run `{program}`; is an ssh client installed?")]
     Spawn {
-        /// What was to be run.
+        /// The ssh program.
         program: String,
-        /// What the system said.
+        /// The error of the operating system.
         #[source]
         source: io::Error,
     },
@@ -24,15 +24,15 @@ pub enum SshError {
     Connect {
         /// Where.
         url: String,
-        /// What ssh said.
+        /// The error message of ssh.
         reason: String,
     },
-    /// Nothing came in time.
+    /// The remote machine did not respond in time.
     #[error("{url} did not {what} within {timeout:?}")]
     Timeout {
         /// Where.
         url: String,
-        /// What it should have done.
+        /// The step that was not completed.
         what: &'static str,
         /// How long we waited.
         timeout: Duration,
@@ -45,16 +45,16 @@ pub enum SshError {
         /// Why.
         reason: String,
     },
-    /// What should be installed cannot be read.
+    /// The local executable that should be installed cannot be read.
     #[error("cannot read `{}`, which should be installed there", path.display())]
     LocalBinary {
         /// Which.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the operating system.
         #[source]
         source: io::Error,
     },
-    /// What should be installed is for another kind of machine.
+    /// The local executable is for another kind of machine.
     #[error(
         "{url} is {there}, and `{}` is for {here}: install an exec-server for {there} there and name \
          it with --remote-binary, or name one here with --local-binary", binary.display()
@@ -62,20 +62,22 @@ pub enum SshError {
     Architecture {
         /// Where.
         url: String,
-        /// What that machine is.
+        /// System and architecture of the remote machine.
         there: String,
-        /// What the executable is for.
+        /// System and architecture that the executable is built for.
         here: String,
         /// The executable.
         binary: PathBuf,
     },
     /// There is no exec-server, and no executable to install.
-    #[error("exec-server is not installed on {url}, and there is no program to install: give one with --remote-binary")]
+    #[error(
+        "exec-server is not installed on {url}, and there is no program to install: give one with --remote-binary"
+    )]
     Missing {
         /// Where.
         url: String,
     },
-    /// It could not be put there; nothing is left of it.
+    /// The executable could not be copied to the remote machine; the partial copy was removed.
     #[error("cannot install exec-server on {url}: {reason}")]
     Install {
         /// Where.
@@ -83,7 +85,8 @@ pub enum SshError {
         /// The error output of the command there.
         reason: String,
     },
-    /// It was put there and does not run; nothing is left of it.
+    /// The executable was copied to the remote machine but does not run there; the copy was
+    /// removed.
     #[error(
         "{url} cannot run `{}`: {reason}; `make static` builds an exec-server that needs nothing of \
          the machine: run that one, name it with --local-binary, or install one there and name it \

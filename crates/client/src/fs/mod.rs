@@ -69,7 +69,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// Those of the operation; [`ExecServerError::Unsupported`] if the server lacks it.
+    /// Errors of the operation; [`ExecServerError::Unsupported`] if the server does not support it.
     fn call(&self, request: FsRequest) -> Reply<'_, FsResponse>;
 
     /// Opens a regular file for reading as a stream.

@@ -55,7 +55,7 @@ impl DirectoryPages {
     ///
     /// # Errors
     ///
-    /// As for [`ExecutorFileSystem::read_directory`]; the next call requests the same page again.
+    /// Same as for [`ExecutorFileSystem::read_directory`]; the next call requests the same page again.
     pub async fn next(&mut self) -> Result<Option<Vec<DirectoryEntry>>, ExecServerError> {
         directory_page(&*self.files, &mut self.next).await
     }
@@ -127,7 +127,7 @@ impl WalkPages {
     ///
     /// # Errors
     ///
-    /// As for [`ExecutorFileSystem::walk`]; the next call requests the same page again.
+    /// Same as for [`ExecutorFileSystem::walk`]; the next call requests the same page again.
     pub async fn next(&mut self) -> Result<Option<WalkResult>, ExecServerError> {
         let Some(params) = &mut self.next else {
             return Ok(None);

@@ -281,7 +281,8 @@ impl FileWriter {
 
     /// Writes bytes; those that form whole blocks are not copied.
     ///
-    /// Not cancel safe: a caller that drops the future does not learn how many bytes were accepted.
+    /// This function is not cancel safe: a caller that drops the future does not learn how many
+    /// bytes were accepted.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Requests that this machine makes.
+//! Local HTTP backend: sends requests from this machine.
 
 use bytes::Bytes;
 use exec_server_engine::http::{

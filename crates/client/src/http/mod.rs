@@ -50,7 +50,7 @@ pub trait ExecutorHttp: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// As [`fetch`](Self::fetch).
+    /// Same as [`fetch`](Self::fetch).
     fn open(&self, request: HttpRequest) -> Reply<'_, HttpStream>;
 }
 
@@ -67,7 +67,7 @@ pub struct HttpRequest {
     pub body: Option<Bytes>,
     /// How long everything may take, the body of the answer included.
     pub timeout: Option<Duration>,
-    /// What to do about redirects.
+    /// Whether redirects are followed.
     pub redirect: RedirectPolicy,
     /// Ask for a compressed body and unpack it, where the machine can.
     pub decompress: bool,
@@ -130,7 +130,8 @@ pub struct HttpStream {
 
 /// Where a body comes from; dropping it ends the request.
 ///
-/// What a machine of your own has to provide for [`HttpBody`].
+/// Source of the bytes of an [`HttpBody`], for implementations of [`HttpBackend`] outside of this
+/// crate.
 pub trait BodySource: Send + fmt::Debug {
     /// The next piece; nothing at the end. Cancel safe.
     fn chunk(&mut self) -> BoxFuture<'_, Result<Option<Bytes>, ExecServerError>>;

@@ -1,4 +1,4 @@
-//! Requests that a server makes.
+//! Remote HTTP backend: sends requests through a server, and routes the parts of response bodies.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -209,7 +209,7 @@ impl BodyRoutes {
         }
     }
 
-    /// Takes a piece, waiting for room first.
+    /// Queues a piece of a body for its consumer; waits while the queue is full.
     pub(crate) async fn deliver(&self, delta: BodyDeltaParams) {
         let queue = self.table.lock().bodies.get(&delta.request_id).cloned();
         match queue {
@@ -234,7 +234,7 @@ impl BodyRoutes {
     }
 }
 
-/// What waits for the consumer of one body.
+/// Pieces of one response body that its consumer has not taken yet.
 #[derive(Debug, Default)]
 struct BodyQueue {
     /// Never held across an await.
@@ -369,7 +369,7 @@ mod tests {
         routes.deliver(delta(2, b"", true, None)).await;
         assert_eq!(queue.take().await.unwrap().unwrap(), "a");
         assert_eq!(queue.take().await.unwrap(), None);
-        // Nothing after the end counts.
+        // Messages after the end of the body are ignored.
         routes.deliver(delta(9, b"z", false, None)).await;
         assert_eq!(queue.take().await.unwrap(), None);
     }

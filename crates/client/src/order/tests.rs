@@ -219,7 +219,8 @@ proptest! {
         }
     }
 
-    /// As a puller reads: endings come as notifications, output comes as answers.
+    /// Orders events as in pull mode: output arrives in read responses, exits and closes as
+    /// notifications.
     #[test]
     fn leaves_endings_to_their_notifications(log in logs(), early: bool, max in 0usize..6) {
         let log = ServerLog { evicted_through: 0, ..log };
@@ -342,7 +343,8 @@ fn what_was_evicted_is_stated() {
     assert_eq!(released, [output(1), gap(1, 3, Some(2 + 3)), output(4)]);
 }
 
-/// What came in the middle of what is gone would leave two gaps of which only the sum is known.
+/// Otherwise the held event between the two lost ranges would split them into two gaps, of which
+/// only the sum is known.
 #[test]
 fn what_is_gone_on_both_sides_of_something_is_one_gap_of_its_size() {
     let mut order = EventOrder::after(0);
@@ -395,7 +397,7 @@ fn far_behind_the_size_is_what_was_not_counted_here() {
     assert_eq!(drain(&mut order).len(), 3);
     order.fill(read(1_000_006), rules);
     assert_eq!(drain(&mut order), [gap(3, far, Some(1_000_000))]);
-    // Who began in the middle cannot tell.
+    // A consumer that began in the middle does not know how much was lost.
     let mut order = EventOrder::after(3);
     order.fill(read(1_000_006), rules);
     assert_eq!(drain(&mut order), [gap(3, far, None)]);

@@ -64,11 +64,11 @@ impl SshCommandResult {
 /// How an ssh command connects to the host.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum SshConnectMethod {
-    /// It becomes the ssh master (`ControlMaster=yes`).
+    /// The command becomes the ssh master (`ControlMaster=yes`).
     Master,
-    /// It uses the connection of the ssh master.
+    /// The command uses the connection of the ssh master.
     Through,
-    /// It opens a separate connection.
+    /// The command opens a separate connection.
     Alone,
 }
 

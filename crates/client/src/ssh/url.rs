@@ -34,7 +34,7 @@ pub struct SshUrl {
 pub struct SshUrlError {
     /// The text as given.
     pub url: String,
-    /// What is wrong with the text.
+    /// The reason why the text is not an ssh URL.
     pub reason: &'static str,
 }
 

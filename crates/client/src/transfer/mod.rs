@@ -157,7 +157,9 @@ pub enum TransferError {
         name: String,
     },
     /// The hash of the copy differs from the source.
-    #[error("checksum mismatch of `{0}`: the file changed during the copy, or another program wrote to it")]
+    #[error(
+        "checksum mismatch of `{0}`: the file changed during the copy, or another program wrote to it"
+    )]
     Differs(String),
 }
 

@@ -75,8 +75,9 @@ pub(super) struct CliArgs {
 
 /// The commands alone, without the options of `serve` at the top level.
 ///
-/// Those take longer to define than most commands take to run. This suffices when a command is named
-/// first and its options are valid; [`CliArgs`] handles the rest, errors and help included.
+/// Defining all commands takes longer than most commands take to run. Parsing with this type
+/// suffices when a command is named first and its options are valid; [`CliArgs`] handles the rest,
+/// errors and help included.
 #[derive(Debug, Parser)]
 #[command(name = "exec-server", version)]
 struct CommandsOnly {
@@ -483,7 +484,7 @@ pub(super) struct ServeArgs {
     pub(super) remote: RemoteArgs,
 }
 
-// Who may connect.
+// Authentication of connections.
 #[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "Authentication")]
 pub(super) struct AuthArgs {
@@ -1595,7 +1596,7 @@ pub(super) struct NetworkArgs {
     pub(super) net_ask: bool,
 }
 
-// What a command may do.
+// Sandbox of a command.
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Sandbox")]
 pub(super) struct SandboxArgs {

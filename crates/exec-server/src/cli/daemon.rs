@@ -83,9 +83,9 @@ impl DaemonPaths {
     /// The directory that was given, one in the user's cache, or one in `/tmp` where that is too long
     /// for a socket or the user has no home.
     ///
-    /// Not where the login session keeps its sockets: that directory goes with the last connection,
-    /// and the daemon must outlive it. The machine's name is part of it, as homes may be
-    /// shared.
+    /// The directory is not that of the login session's sockets, which is removed with the last
+    /// login; the daemon must outlive it. The name of the machine is part of the path, because home
+    /// directories may be shared.
     fn find(given: Option<PathBuf>) -> anyhow::Result<Self> {
         let uid = rustix::process::geteuid().as_raw();
         let host = rustix::system::uname()
@@ -127,7 +127,7 @@ impl DaemonPaths {
         self.file("daemon.sock")
     }
 
-    /// What the daemon wrote down about itself; nothing if it did not.
+    /// The state file of the daemon; `null` if there is none.
     fn state(&self) -> Value {
         let text = std::fs::read(self.file("daemon.json")).unwrap_or_default();
         serde_json::from_slice(&text).unwrap_or_default()

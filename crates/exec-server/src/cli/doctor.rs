@@ -13,9 +13,9 @@ use super::print;
 /// One feature that was checked.
 struct Finding {
     name: &'static str,
-    /// What it is for.
+    /// The purpose of the feature.
     purpose: &'static str,
-    /// What was found; an error prevents something.
+    /// The version or limit that was found; an error is a reason why something will not work.
     state: Result<String, String>,
     /// Whether policies can do without it.
     optional: bool,
@@ -49,7 +49,7 @@ pub(super) fn run(args: &DoctorArgs) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// What policies can be enforced, in a word and in a sentence.
+/// Which policies this machine can enforce, as one word and as a sentence.
 fn summary(host: &HostFeatures) -> (&'static str, &'static str) {
     match (host.mounts().is_ok(), host.landlock > 0, host.seccomp) {
         (true, _, true) => ("full", "Every policy can be enforced."),
@@ -164,7 +164,7 @@ fn findings(host: &HostFeatures) -> Vec<Finding> {
     ]
 }
 
-/// What `fs/watch` has to share with all other programs of the user.
+/// The inotify limits, which `fs/watch` shares with all other programs of the user.
 fn inotify(limits: InotifyLimits) -> [Finding; 2] {
     // A large checkout has tens of thousands of directories; a tree takes one instance, and the
     // kernel's own default allows as many.

@@ -23,7 +23,7 @@ use super::{on, print, runtime, ssh, trust};
 /// How long a new environment may take to answer; behind ssh, a server may be installed first.
 const TRY_LIMIT: Duration = Duration::from_secs(30);
 
-/// What stands for no environment.
+/// Name on the command line that stands for no environment.
 const NONE: &str = "none";
 
 pub(super) fn run(command: &EnvCommand) -> anyhow::Result<ExitCode> {
@@ -331,7 +331,7 @@ struct EnvironmentReport {
     id: String,
     default: bool,
     target: String,
-    /// Nothing for this machine.
+    /// `None` for this machine.
     outcome: Option<Result<ProbeAnswer, String>>,
 }
 

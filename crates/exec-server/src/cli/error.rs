@@ -111,7 +111,7 @@ fn visible_lines(text: &str) -> String {
     lines.join("\n")
 }
 
-/// What to do about an error, where one thing helps.
+/// Advice for an error, if one action helps.
 fn hint(error: &anyhow::Error) -> Option<String> {
     if error.is::<Explanation>() {
         return None;

@@ -196,7 +196,7 @@ fn show(as_json: bool, answer: &Value, table: impl Fn(&Value) -> String) -> anyh
     print(text.as_bytes())
 }
 
-/// What another machine said, as one word of a table.
+/// A value that another machine sent, escaped for one cell of a table.
 fn text(value: &Value) -> String {
     match value {
         Value::String(text) => visible(text),
@@ -321,7 +321,7 @@ struct FleetSnapshot {
     at: Instant,
     nodes: Value,
     environments: Value,
-    /// What each node that could be asked has used, by its name.
+    /// Usage of each node that responded, by its name.
     usage: Vec<Value>,
 }
 
@@ -461,7 +461,7 @@ impl FleetSnapshot {
         screen
     }
 
-    /// What tenants use on all nodes that could be asked.
+    /// Table of the tenants' usage on all nodes that responded.
     fn tenants(&self, before: Option<&Self>) -> String {
         /// Executors, streams, bytes, refusals and waits.
         type Sums = [u64; 5];
@@ -521,7 +521,8 @@ async fn top(
         looks.tick().await;
         let look = match FleetSnapshot::take(access, api, &mut others).await {
             Ok(look) => look,
-            // It may come back; the first time, a mistake is more likely.
+            // A later request may succeed. A failure of the first one is more likely a mistake in
+            // the arguments.
             Err(error) if before.is_some() && live => {
                 let shown = visible(&error::message(&error));
                 print(format!("\x1b[H\x1b[2J{shown}\n").as_bytes())?;

@@ -96,7 +96,7 @@ impl OidcIssuer {
         };
         match (issuer.oidc.refresh().await, &issuer.keys) {
             (Ok(count), _) => tracing::debug!(count, "loaded the issuer's keys"),
-            // It may come up later; the file is here or it is not.
+            // The issuer's server may start later, whereas a file that is missing now is an error.
             (Err(error), IssuerKeys::Url(..)) => {
                 tracing::error!(%error, "cannot load the issuer's keys yet")
             }

@@ -28,7 +28,7 @@ pub(super) fn start(settings: &Settings) -> anyhow::Result<LogControl> {
     begin(filter(settings)?, json)
 }
 
-/// As [`start`], with these settings.
+/// Like [`start`], with these settings.
 pub(super) fn start_with(filter: &str, json: bool) -> anyhow::Result<LogControl> {
     begin(parse("the log filter", filter)?, json)
 }

@@ -34,10 +34,10 @@ use super::args::{McpArgs, McpProxyArgs, SandboxArgs};
 use super::on::{self, CommandLocation};
 use super::{runtime, sandbox, settings};
 
-/// What is logged if `EXEC_SERVER_LOG_FILTER` does not say.
+/// Log filter of `mcp` unless `EXEC_SERVER_LOG_FILTER` is set.
 const LOG_FILTER: &str = "error,exec_server_agents::mcp=info";
 
-/// What the usual place is called where nothing else names it.
+/// Id of the default environment if it is not configured under another name.
 const DEFAULT_ID: &str = "default";
 
 pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
@@ -257,7 +257,7 @@ fn cwd_here(cwd: Option<&Path>) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// What runs commands and file work on this machine.
+/// The executor of commands and file requests on this machine.
 fn executor() -> anyhow::Result<Executor> {
     let config = ExecutorConfig {
         environment: settings::environment(),
@@ -325,7 +325,7 @@ async fn forward_messages(args: McpProxyArgs, place: &CommandLocation) -> anyhow
         }
     };
     output.flush().await?;
-    // What ends the server has been asked for by dropping it; give it a turn.
+    // Dropping the transport has asked the server to stop; this gives its task a turn.
     tokio::task::yield_now().await;
     Ok(match ended {
         Some(code) => ExitCode::from(u8::try_from(code & 0xff).unwrap_or(1)),

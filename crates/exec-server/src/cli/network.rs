@@ -52,7 +52,7 @@ pub(super) fn of(args: &NetworkArgs) -> Option<NetworkProxy> {
     })
 }
 
-/// What is typed, while a question waits for it.
+/// Keys that the user types while a question waits for an answer.
 #[derive(Debug, Default)]
 pub(super) struct TypedKeys {
     state: Mutex<WaitingQuestion>,
@@ -61,7 +61,7 @@ pub(super) struct TypedKeys {
 #[derive(Debug, Default)]
 struct WaitingQuestion {
     question: Option<oneshot::Sender<u8>>,
-    /// Nothing more will be typed.
+    /// Standard input has ended.
     ended: bool,
 }
 
@@ -74,7 +74,7 @@ impl TypedKeys {
         }
     }
 
-    /// Nothing more will be typed.
+    /// Reports the end of standard input.
     pub(super) fn end(&self) {
         let mut state = self.state.lock();
         state.ended = true;
@@ -104,7 +104,7 @@ pub(super) struct TerminalDecider {
 /// Earlier answers.
 #[derive(Debug, Default)]
 struct RememberedAnswers {
-    /// Hosts that are fine from now on.
+    /// Hosts that the user allowed until the command ends.
     always: HashSet<String>,
     /// The last question's host, its answer, and when it was given.
     last: Option<(String, bool, Instant)>,

@@ -132,7 +132,8 @@ impl RemoteMachine {
         self.named(self.connect.connect_and_start(params).await)
     }
 
-    /// As a value that connects when it is used, and again when it was lost.
+    /// Returns a location that connects when it is used, and connects again after the connection
+    /// was lost.
     #[cfg(feature = "mcp")]
     pub(super) fn environment(&self) -> Environment {
         Environment::remote(self.name.clone(), Arc::clone(&self.connect))
@@ -207,7 +208,7 @@ pub(super) fn resolve(server: &ServerArgs) -> anyhow::Result<CommandLocation> {
     }
 }
 
-/// What `--on` means: an environment, or a URL.
+/// Resolves the value of `--on`: the id of an environment, or a URL.
 pub(super) fn named(name: &str, server: &ServerArgs) -> anyhow::Result<CommandLocation> {
     if name.contains("://") {
         return at_url(name, server);

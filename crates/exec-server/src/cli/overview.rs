@@ -1,5 +1,5 @@
-//! What the program prints about itself as a whole: the list of commands, the introduction, and
-//! answers to commands that it does not have.
+//! Texts about the program as a whole: the list of commands, the introduction, and advice for
+//! commands that do not exist.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -105,7 +105,7 @@ pub(super) fn answer() -> Option<ExitCode> {
     Some(ExitCode::from(2))
 }
 
-/// What to type instead of a command that people know from other programs.
+/// The command to type instead of one that is known from another program.
 fn advice(command: &str, operand: Option<&str>) -> Option<String> {
     let operand = operand.map(visible);
     let or = |default: &str| operand.clone().unwrap_or_else(|| default.to_owned());

@@ -1,6 +1,6 @@
 //! Socket of this user's own server: where `serve` listens and clients look without a URL.
 //!
-//! It is in a directory that only this user can use.
+//! The socket is in a directory that only this user can access.
 
 use std::path::PathBuf;
 

@@ -99,7 +99,7 @@ fn state() -> anyhow::Result<std::path::PathBuf> {
         .with_context(|| format!("no directory for keys: set HOME or {STATE_VARIABLE}"))
 }
 
-/// What to do about an environment that cannot be reached.
+/// Advice for an environment that cannot be reached.
 pub(super) fn hint(error: &RegistryConnectError) -> Option<String> {
     match error {
         RegistryConnectError::KeyChanged { .. } => Some(

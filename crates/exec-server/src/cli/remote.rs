@@ -128,7 +128,7 @@ pub(super) fn hide_api_key(settings: &Settings) -> anyhow::Result<()> {
         text.push_str(value);
         text.push('\n');
     }
-    // It fits into the pipe, which has no reader yet.
+    // The key fits into the buffer of the pipe, which has no reader yet.
     let (reader, writer) = pipe().context("cannot create a pipe for the key")?;
     std::fs::File::from(writer)
         .write_all(text.as_bytes())
@@ -169,7 +169,7 @@ fn inherited_secrets() -> anyhow::Result<Vec<(String, Secret)>> {
 /// Something that ends the program when it does.
 type EndFuture = BoxFuture<'static, anyhow::Result<()>>;
 
-/// What an environment needs to be served or forwarded, and what ends it.
+/// Configuration of a served or forwarded environment, and its shutdown signal.
 pub(super) struct RemoteSetup {
     pub(super) config: RemoteEnvironmentConfig,
     pub(super) ending: EndFuture,
@@ -277,7 +277,7 @@ struct Credentials {
     auth: RegistryAuth,
     ending: EndFuture,
     renewal: Option<Renewal>,
-    /// Whether they are those of a service that runs Codex.
+    /// Whether the credentials are those of Codex and not of this program.
     foreign: bool,
 }
 

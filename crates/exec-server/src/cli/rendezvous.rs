@@ -199,7 +199,7 @@ impl RendezvousPaths {
     }
 }
 
-/// What tenants may use: what was typed, then what the file says.
+/// Quotas of the tenants, from the command line first and then from the file.
 fn quotas(args: &RendezvousArgs) -> anyhow::Result<Quotas> {
     let mut quotas = Quotas::default();
     if let Some(path) = &args.quotas {

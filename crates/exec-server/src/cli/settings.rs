@@ -56,7 +56,7 @@ const PRIVATE_VARIABLES: &[&str] = &[
     "WATCHDOG_USEC",
 ];
 
-/// What a value must be.
+/// Type of a setting's value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ValueKind {
     Flag,
@@ -427,7 +427,7 @@ impl Settings {
         given.or_else(|| Some(state_directory()?.join("executor.identity")))
     }
 
-    /// What children get of this program's environment.
+    /// Environment variables that children inherit from this program.
     pub(super) fn environment(&self) -> BTreeMap<String, String> {
         let mut environment = environment();
         if self.is_remote() {
@@ -438,7 +438,7 @@ impl Settings {
         environment
     }
 
-    /// What requests over HTTP may do.
+    /// Rules and limits of HTTP requests.
     fn http(&self) -> anyhow::Result<HttpConfig> {
         let defaults = HttpConfig::default();
         let rules = HostRules::new(&self.list("http.allow"), &self.list("http.deny"));
@@ -556,7 +556,8 @@ fn unknown(name: &str, origin: &str) -> String {
     format!("{origin}: unknown key `{name}`; `exec-server config show` lists all of them")
 }
 
-/// What a text means where a value of this kind is expected; it need not be one.
+/// Converts text to a value of this kind; text that cannot be converted stays text and is rejected
+/// later.
 fn typed(kind: ValueKind, text: &str) -> Value {
     let plain = || Value::String(text.to_owned());
     match kind {
@@ -696,7 +697,7 @@ fn defaults() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// What was typed, as keys, flags and values.
+/// The options on the command line, as keys, flags and values.
 fn flags(args: &ServeArgs) -> Vec<(&'static str, &'static str, Value)> {
     let mut given = Vec::new();
     let text = |text: &str| Value::String(text.to_owned());
@@ -913,7 +914,7 @@ pub(super) fn runtime_directory() -> Option<PathBuf> {
 /// Variables that mean something for one login or another server only: a daemon, which outlives
 /// one and is not the other, starts without them.
 pub(super) fn names_of_one_login() -> Vec<OsString> {
-    /// What a daemon's user may well set.
+    /// Settings that the user of a daemon may set for every login.
     const KEPT: [&str; 4] = ["LIMITS_", "TIMES_", "LOG_", "AUDIT_"];
     let names = std::env::vars_os().map(|(name, _)| name);
     names
@@ -1090,7 +1091,7 @@ mod tests {
                 assert!(shown, "{name} is {default} by default, not {value}");
             }
         }
-        // As it is, it changes nothing.
+        // The example file changes no default.
         let file = self::file(example);
         let as_is = resolve(&["--config", file.path().to_str().unwrap()], &[]).unwrap();
         assert!(KEYS.iter().all(|(name, _)| !as_is.is_set(name)));

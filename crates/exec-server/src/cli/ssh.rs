@@ -12,7 +12,7 @@ use super::args::SshArgs;
 use super::error::notice;
 use super::settings;
 
-/// What every such URL begins with.
+/// Scheme of the URLs of ssh environments.
 pub(super) const SCHEME: &str = "ssh://";
 
 /// Names the executable to install on other machines.

@@ -104,7 +104,7 @@ fn now() -> i64 {
     i64::try_from(since.unwrap_or_default().as_secs()).unwrap_or(i64::MAX)
 }
 
-/// What can be said of a token, and whether anything is wrong with it.
+/// Description of a token, and whether a check failed.
 fn inspect(token: &Secret, secret: Option<Secret>) -> (Value, bool) {
     let Ok((header, claims)) = jwt::inspect(token) else {
         // A capability token: nothing can be seen in it, and it is not shown.

@@ -145,7 +145,7 @@ async fn sessions_are_not_shared_between_long_subjects() {
         let mut second = connect_with(server.url(), &token(other)).await.unwrap();
         let refused = second.refused("initialize", resume.clone()).await;
         assert!(refused.message.contains("session"), "{refused:?}");
-        // Its owner can, with another token.
+        // The owner of the session can resume it, with another token.
         let mut claims = owner;
         claims["jti"] = json!("renewed");
         let mut second = connect_with(server.url(), &token(claims)).await.unwrap();

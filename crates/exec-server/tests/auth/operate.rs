@@ -382,7 +382,8 @@ async fn listening_socket_from_a_service_manager_is_used() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let inherited = rustix::io::dup(&listener).unwrap();
-    // As a service manager does it: descriptor 3, and the pid of the server process.
+    // The socket is passed like a service manager does: descriptor 3, and the pid of the server
+    // process.
     let script = format!(
         "exec 3<&{}; LISTEN_FDS=1 LISTEN_PID=$$ exec {}",
         inherited.as_raw_fd(),

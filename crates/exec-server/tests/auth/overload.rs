@@ -89,7 +89,7 @@ async fn thousands_of_idle_connections_time_out_without_delaying_clients() {
     let most = limits.maximum.unwrap_or(u64::MAX);
     let current = limits.maximum;
     setrlimit(Resource::Nofile, Rlimit { current, ..limits }).unwrap();
-    // As many as this process and the server may open, with some to spare.
+    // Number of connections: most of the descriptors that this process and the server may open.
     let count = most.saturating_sub(200).min(5000);
     assert!(count > 100, "{most} descriptors are too few for this test");
 

@@ -62,7 +62,7 @@ fn requests(method: MethodId, path: &str, free: &str) -> Vec<Value> {
             json!({"from": path, "to": free, "overwrite": true}),
             json!({"from": free, "to": path, "overwrite": true}),
         ],
-        // They have no path, or only report that something exists.
+        // These methods have no path, or only report whether something exists.
         M::FsClose | M::FsReadBlock | M::FsWriteBlock | M::FsUnwatch | M::FsWatchMissing => vec![],
         _ => panic!("{method:?} is no method of files"),
     }

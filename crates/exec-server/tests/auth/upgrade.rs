@@ -65,7 +65,7 @@ async fn upgrade_requires_the_capability_token() {
         let shown = String::from_utf8_lossy(headers);
         assert_eq!(seen, (401, body.to_owned()), "{shown}");
     }
-    // Neither a query nor a subprotocol carries a token, and health checks need none.
+    // Tokens in a query or a subprotocol are not accepted. Health checks need no token.
     let query = upgrade(server.url(), b"Sec-WebSocket-Protocol: tok123\r\n").await;
     assert_eq!(query, (401, MISSING.to_owned()));
     let mut client = session_with(server.url(), "tok123").await;

@@ -397,8 +397,8 @@ async fn silent_link_is_replaced_after_the_keepalive_deadline() {
     assert_eq!(lost, 0);
 }
 
-/// Nothing passes for twenty seconds, not even a new connection. A client with a short keepalive
-/// tries new connections meanwhile; a client with a long one only sees a pause.
+/// No data and no new connection passes for twenty seconds. A client with a short keepalive tries
+/// new connections meanwhile; a client with a long one only notices a pause.
 #[tokio::test]
 async fn twenty_seconds_without_network_lose_no_output() {
     const STILL: Duration = Duration::from_secs(20);
@@ -549,7 +549,8 @@ async fn output_lost_on_both_sides_is_one_gap_of_its_size() {
     until(&|| file("done1").exists()).await;
     proxy.refuse(false);
     becomes(&mut states, &ConnectionState::Connected).await;
-    // As much again as the client buffers: nothing from before the cut is left.
+    // The command writes another buffer of the client full, so that no output from before the cut
+    // is left.
     let before = proxy.carried();
     std::fs::write(file("begin2"), "").unwrap();
     until(&|| proxy.carried() - before > carried(&parts[2])).await;
@@ -585,7 +586,7 @@ async fn exit_during_a_disconnect_is_reported_after_the_resume() {
     // There is no notification of its end. If this pause is too short, the test only covers less.
     tokio::time::sleep(Duration::from_millis(1500)).await;
     proxy.refuse(false);
-    // It ended long before the client resumed, and its record was retained.
+    // The process ended long before the client resumed, and its record was retained.
     let seen = all(process.process.events().unwrap()).await;
     assert_eq!(
         (&seen.stdout[..], seen.exit_code),

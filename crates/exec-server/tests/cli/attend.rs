@@ -396,7 +396,8 @@ async fn killed_local_run_leaves_nothing_running() {
             }
             run.wait().unwrap();
             all_gone(&mark).await;
-            // What has no marker in its environment has the pipe: its end shows that it is gone.
+            // Processes without the marker in their environment hold the pipe open: its end shows
+            // that they have exited.
             let mut rest = String::new();
             run.stdout
                 .take()

@@ -381,7 +381,10 @@ fn env_errors_name_the_mistake() {
         &["env", "add", "local", "ws://h:1"],
         &["`local` has a meaning"],
     );
-    home.fails(&["env", "add", "a b", "ws://h:1"], &["`a b` is not a valid environment id"]);
+    home.fails(
+        &["env", "add", "a b", "ws://h:1"],
+        &["`a b` is not a valid environment id"],
+    );
     home.fails(&["env", "add", "a", "http://h"], &["`http://h`"]);
     home.fails(&["env", "add", "a"], &["<URL>"]);
     home.fails(

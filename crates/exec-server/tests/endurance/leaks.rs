@@ -18,11 +18,11 @@ use exec_server::{
 
 use super::{PATIENCE, config, eventually, live_bytes, serially, served};
 
-/// What one object may leave behind on average, in bytes: tables that grow in steps, statistics of
-/// new kinds. A leaked record of a process costs some thousand.
+/// Average memory in bytes that one object may leave behind: tables grow in steps, and new kinds of
+/// statistics are added. A leaked record of a process costs some thousand bytes.
 const SLACK_PER_OBJECT: usize = 100;
 
-/// What all objects together may leave behind, in bytes: a reused read buffer of another kind.
+/// Total memory in bytes that all objects may leave behind: a reused read buffer of another kind.
 const SLACK: usize = 128 * 1024;
 
 /// Runs `object` `count` times to warm up, and `count` times more.

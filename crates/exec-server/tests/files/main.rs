@@ -772,7 +772,7 @@ mod cases {
         };
         let [work, secret, other] = ["work/f", "secret/f", "other/f"].map(|name| subject.uri(name));
 
-        // What may be read is what it is without a policy.
+        // Readable files have the same content as without a policy.
         for file in [&work, &other] {
             let bound = files.read_file(file, access()).await.unwrap();
             assert_eq!(
@@ -848,7 +848,7 @@ mod cases {
         stream.read_to_string(&mut read).await.unwrap();
         assert_eq!(read, "ther");
 
-        // What is denied cannot be read, through a link neither.
+        // Denied files cannot be read, not even through a link.
         for file in [&secret, &subject.uri("work/link")] {
             assert!(code(files.read_file(file, access()).await).is_some());
             let hash = HashOptions {
@@ -863,9 +863,9 @@ mod cases {
             assert!(code(files.open_read(file, stream).await).is_some());
         }
 
-        // What may be written is written, in every way.
+        // Every kind of write succeeds in the writable directory.
         write_everywhere(&subject, "work", &sandbox, true).await;
-        // Nothing else changes.
+        // Writes elsewhere fail and change nothing.
         write_everywhere(&subject, "other", &sandbox, false).await;
         write_everywhere(&subject, "secret", &sandbox, false).await;
         for name in ["secret", "other"] {
@@ -1009,7 +1009,7 @@ mod cases {
             .iter()
             .map(|entry| child(&root, &entry.file_name).unwrap());
         assert!(walked.iter().map(|entry| entry.path.clone()).eq(expected));
-        // As ever where pages were not asked for.
+        // Without a limit, the whole listing is one response.
         let whole = subject
             .files
             .walk(&root, TreeWalkOptions::default())

@@ -42,7 +42,7 @@ impl FilesSubject {
     }
 }
 
-/// What launches sandboxes: this program cannot.
+/// Program that launches sandboxes; the test binary cannot.
 fn launcher() -> Option<PathBuf> {
     Some(env!("CARGO_BIN_EXE_exec-server").into())
 }

@@ -107,7 +107,8 @@ async fn proxy_exits_with_the_code_of_the_mcp_server() {
     let mut client = test.proxy(&[], PYTHON);
     client.ok("echo", json!({})).await;
     client.send("exit", json!({"code": 7})).await;
-    // Its last output arrives although it lacks a newline; the proxy exits with the same code.
+    // The last output of the MCP server arrives although it lacks a newline; the proxy exits with
+    // the same code.
     assert_eq!(client.message().await.unwrap()["method"], "last words");
     assert_eq!(client.message().await, None);
     assert_eq!(client.ended().await.0.code(), Some(7));

@@ -499,7 +499,7 @@ async fn paused_node_is_fenced_when_it_continues() {
     tokio::time::sleep(PAUSED.saturating_sub(paused.elapsed())).await;
     fleet.node(0).signal(Signal::CONT);
     fleet.wait_logged(0, "has replaced the one here").await;
-    // Its harnesses are routed to the only live executor.
+    // Harnesses at the node without an executor are routed to the only live executor.
     let late = fleet.connect(0, "box").await;
     assert_eq!(collect(&late, "late", &show).await.0, b"two\n");
     assert_counted_all(running.process, count).await;
@@ -1040,7 +1040,7 @@ async fn nodes_share_the_bandwidth_quota_of_a_tenant() {
     let options = ["--nats", &nats.url(), "--quota", "* bandwidth=1M"].map(str::to_owned);
     let fleet = Fleet::with(nats, &options, 2).await;
     let _executors = [fleet.executor(0, "a").await, fleet.executor(1, "b").await];
-    // As much as possible, from a node to itself.
+    // The node sends itself as many messages as possible.
     let flood = async |node, name: &str| {
         let home = fleet.directory.path().join(format!("flood-{name}"));
         std::fs::create_dir_all(&home).unwrap();

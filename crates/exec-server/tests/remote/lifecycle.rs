@@ -20,12 +20,12 @@ use super::{collect, sh};
 /// Time within which an executor must exit when its environment was deleted.
 const SOON: Duration = Duration::from_secs(3);
 
-/// What an executor does in a case of [`CASES`].
+/// Expected behaviour of the executor in a case of [`CASES`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// It exits with 1.
+    /// The executor exits with 1.
     Exits,
-    /// It tries again, and attaches when it is accepted.
+    /// The executor tries again, and attaches when it is accepted.
     Retries,
 }
 
@@ -42,7 +42,7 @@ pub(super) enum Case {
     Unavailable(u16),
 }
 
-/// What the executor of Codex 0.169 and ours do.
+/// Responses of the registry, with the behaviour of the executor of Codex 0.169 and of ours.
 ///
 /// The differences: ours keeps trying if the registry is unavailable or overloaded, because that
 /// passes, and the machine would otherwise be lost with everything that runs on it.

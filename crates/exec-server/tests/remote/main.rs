@@ -35,7 +35,7 @@ fn sh(id: &str, script: &str) -> StartParams {
     }
 }
 
-/// What `seq 1 COUNT` prints.
+/// The output of `seq 1 COUNT`.
 fn lines(count: usize) -> Vec<u8> {
     let lines: String = (1..=count).map(|n| format!("{n}\n")).collect();
     lines.into_bytes()

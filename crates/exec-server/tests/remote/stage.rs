@@ -78,7 +78,7 @@ impl RunningProgram {
         kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
     }
 
-    /// As [`RunningProgram::signal`], and to the server behind its guardian as well.
+    /// Like [`RunningProgram::signal`], and to the server behind its guardian as well.
     pub(super) fn signal_both(&self, signal: Signal) {
         for server in proc::children(self.child.id().unwrap()) {
             kill_process(Pid::from_raw(server).unwrap(), signal).unwrap();

@@ -74,7 +74,7 @@ const POLICIES: [Policy; 4] = [
     Policy::Objects,
 ];
 
-/// What `.git` is before a sequence.
+/// Types that `.git` has before a sequence.
 const REPOSITORIES: [&str; 4] = ["missing", "directory", "file", "link"];
 
 struct Tree {

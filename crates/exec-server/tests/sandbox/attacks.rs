@@ -438,7 +438,8 @@ refused('perf', lambda: call(libc.syscall, 298 if os.uname().machine == 'x86_64'
     assert!(outside.lives());
 }
 
-/// What the first command makes inaccessible, a later one could make accessible again.
+/// A later command could make directories accessible again that the first command made
+/// inaccessible.
 async fn attack_by_closing_directories_fails(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let plain = fixture.workspace();

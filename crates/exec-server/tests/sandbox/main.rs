@@ -88,7 +88,7 @@ impl SandboxFixture {
     }
 
     fn place() -> TempDir {
-        // Not in /tmp, which many policies make writable.
+        // Directory outside of /tmp, which many policies make writable.
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();
         let open = std::fs::Permissions::from_mode(0o755);
         std::fs::set_permissions(directory.path(), open).unwrap();

@@ -78,7 +78,7 @@ for host in ('127.0.0.1', '0.0.0.0', '::ffff:127.0.0.1'):
     start.0.as_object_mut().unwrap().remove("sandbox");
     let outcome = fixture.run(start).await;
     assert_eq!(outcome.stdout.matches(" 101\n").count(), 3, "{outcome:?}");
-    // So does a client that does not belong to the server.
+    // A client that does not belong to the sandboxed process is accepted, too.
     let mut other = fixture.server.session().await;
     other.ok("process/list", json!({})).await;
 }

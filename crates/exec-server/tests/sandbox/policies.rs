@@ -1,4 +1,4 @@
-//! What each kind of policy enforces, and what the server reports about it.
+//! Enforcement of each kind of policy, and its report by the server.
 
 use serde_json::{Value, json};
 use tokio::process::Command;

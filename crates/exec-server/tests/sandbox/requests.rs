@@ -211,7 +211,7 @@ async fn every_file_method_works_in_a_workspace(user: ServerUser) {
         .fs(&sandbox, "fs/remove", &work.join("d"), json!({}))
         .await;
     assert!(gone.is_ok() && !work.join("d").exists(), "{gone:?}");
-    // As without a policy.
+    // The limit is the same as without a policy.
     for (method, name, more, code) in [
         ("fs/readFile", "none", json!({}), NOT_FOUND),
         ("fs/readFile", "", json!({}), DENIED),

@@ -1,4 +1,4 @@
-//! What is installed on the remote machine, and what is not.
+//! Installation on the remote machine: which file, when, and when not.
 
 use std::os::unix::fs::MetadataExt as _;
 

@@ -84,7 +84,7 @@ async fn command_uses_the_remembered_directory_and_notices_changes() {
     assert_eq!((out, err.as_str(), code), (home.clone(), "", 0));
     fs::write(remembered(&fixture), "nonsense").unwrap();
     assert_eq!(outcome(fixture.run(&[], &["pwd"])).await.0, home);
-    // Input and its end reach the command as before.
+    // The command still receives input and the end of input.
     let output = output_of(fixture.run(&[], &["cat"]), b"in").await;
     assert_eq!(
         (&output.stdout[..], output.status.code()),

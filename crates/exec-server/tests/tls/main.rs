@@ -321,7 +321,7 @@ async fn certificate_reload_keeps_connections_open() {
         .said("nothing was changed: cannot read certificates")
         .await;
     assert_connects(server.url(), pinned(&second)).await;
-    // So is a certificate that does not match its key.
+    // A certificate that does not match its key is rejected, too.
     let third = authority.issue("third", "127.0.0.1", false);
     std::fs::copy(&third.0, &identity.0).unwrap();
     server

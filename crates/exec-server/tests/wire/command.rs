@@ -161,7 +161,7 @@ async fn command_and_process_ids_share_one_namespace(on: Transport) {
             (&json!("p"), &json!("file:///"))
         ]
     );
-    // The methods of either family accept the processes of the other.
+    // `process/*` methods accept processes of `command/*`, and the other way round.
     let params = json!({"processId": "c", "waitMs": 60_000});
     let read = client.ok("process/read", params).await;
     assert_eq!(read["chunks"][0]["chunk"], chunk("hi\n"));

@@ -17,7 +17,7 @@ enum Support {
     Served,
     /// Accepted, without effect; why.
     Without(&'static str),
-    /// Not supported; why.
+    /// Not supported, with the reason.
     Absent(&'static str),
 }
 use Support::{Absent, Served, Without};

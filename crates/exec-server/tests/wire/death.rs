@@ -38,7 +38,7 @@ async fn start_stubborn_processes(client: &mut WireClient) -> String {
     client
         .start(StartBuilder::sh("tty", script).tty().marked(&mark))
         .await;
-    // Its log is closed, but it has left a descendant behind.
+    // A process whose log is closed, but which has left a descendant behind.
     let script = "setsid sleep 600 > /dev/null 2>&1 & exit 0";
     client
         .run(StartBuilder::sh("closed", script).marked(&mark))
@@ -118,7 +118,7 @@ async fn server_ended(pid: u32) {
     .await;
 }
 
-/// As a runner of tests does with what it has started.
+/// Sends SIGKILL to the process group, as test runners do.
 async fn sigkill_to_the_process_group_of_server_and_guardian_leaves_nothing(on: Transport) {
     let mut program = program();
     program.process_group(0);
@@ -166,7 +166,7 @@ async fn guardian_with_1000_processes_ends_soon_after_the_server_was_killed() {
 async fn interrupt_from_the_terminal_of_a_server_ends_it() {
     let (_server, mut client) = served(Transport::Unix).await;
     let binary = env!("CARGO_BIN_EXE_exec-server");
-    // Its log is not of interest, and may have colors on a terminal.
+    // The log of the inner server is discarded: on a terminal it could contain colors.
     let script = format!("exec {binary} --listen ws://127.0.0.1:0 2> /dev/null");
     client.start(StartBuilder::sh("inner", &script).tty()).await;
     client

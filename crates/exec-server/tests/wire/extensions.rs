@@ -42,7 +42,7 @@ async fn every_listed_extension_works(on: Transport) {
         "{names:?}"
     );
     for name in &names {
-        // They end the session, so they come last.
+        // These methods end the session, so they are probed last.
         if !name.starts_with("session/end") {
             probe(&mut client, name).await;
         }
@@ -337,7 +337,7 @@ async fn probe(client: &mut WireClient, name: &str) {
     }
 }
 
-/// As [`probe`], for the extensions of `fs/*`.
+/// Like [`probe`], for the extensions of `fs/*`.
 async fn probe_files(client: &mut WireClient, name: &str) {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path().canonicalize().unwrap();

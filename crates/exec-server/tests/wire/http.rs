@@ -375,7 +375,7 @@ async fn http_request_to_a_hanging_site_times_out_and_delays_nothing() {
     let hung = client.send("http/request", get(&site.url("/"))).await;
     let id = with(get(&site.url("/body")), "requestId", "b");
     let hung_body = client.send("http/request", id).await;
-    // Neither the process nor the file request waits for them.
+    // Hanging HTTP requests delay neither the process nor the file request.
     client.ok("environment/status", Value::Null).await;
     let path = json!({"path": "file:///proc/version"});
     client.ok("fs/readFile", path).await;

@@ -132,7 +132,7 @@ async fn close_stdin_takes_effect_after_earlier_writes(on: Transport) {
 
 async fn close_stdin_on_a_terminal_sends_its_eof_character(on: Transport) {
     let (_server, mut client) = served(on).await;
-    // Not ^D: the end-of-file character is a setting of the terminal.
+    // The end-of-file character is `@` and not ^D: it is a setting of the terminal.
     let script = "stty -echo eof @; echo up; cat; echo over; read line; echo got $line";
     client.start(StartBuilder::sh("p", script).tty()).await;
     client.wrote("p", "pty", "up\r\n").await;

@@ -15,7 +15,7 @@ use crate::program;
 
 const MIB: u64 = 1 << 20;
 
-/// What the server may use in these tests: its data, stacks of threads included.
+/// Maximum memory of the server in these tests: data and stacks of threads.
 const LIMIT: u64 = 256 * MIB;
 
 /// Peers of each kind.
@@ -86,7 +86,7 @@ impl LargeFiles {
         client.flush().await;
     }
 
-    /// What a client usually does; how long that took, the median of several times.
+    /// Median duration of requests that a client usually sends.
     async fn usual(&self, client: &mut WireClient, tag: &str) -> Duration {
         let mut times = Vec::new();
         for n in 0..15 {
@@ -151,7 +151,7 @@ async fn hostile_peers_neither_end_nor_slow_down_a_server_under_a_limit_of_memor
     for _ in 0..HOSTILE {
         writers.push(unfinished(server.url()).await);
     }
-    // As much as it is ever going to be.
+    // The memory of the server has reached its maximum here.
     eventually("the server is at rest", still(pid)).await;
     let besieged = large.usual(&mut client, "besieged").await;
     let peak = proc::peak_memory(pid);

@@ -150,7 +150,8 @@ async fn read_reports_evicted_bytes(on: Transport) {
     assert_eq!(read["evicted"]["bytes"], total - kept);
     assert_eq!(read["nextSeq"], last + 1);
 
-    // Nothing is missing after the retained output; within the lost part, only what follows counts.
+    // A read after the retained output reports no gap; a read within the lost part reports only the
+    // bytes that follow.
     let from = |after: u64| json!({"processId": "p", "afterSeq": after});
     let read = client.ok("process/read", from(through)).await;
     assert_eq!(read.get("evicted"), None);
@@ -484,7 +485,7 @@ async fn pulled_process_waits_for_its_reader_after_a_disconnect() {
         .await;
     let session = client.session_id();
     drop(client);
-    // Takes as long as the pulled process would without waiting.
+    // Runs as long as the pulled process would if it did not wait for its reader.
     let mut other = server.session().await;
     let counted = count(&mut other, "q");
     other.run(StartBuilder::sh("q", &count_to(1_000_000))).await;

@@ -99,7 +99,7 @@ async fn requests_before_the_handshake_completes_are_rejected(on: Transport) {
         refused.message,
         "client must call initialize before using exec methods"
     );
-    // Neither an early notification nor a failed initialize uses up the one attempt.
+    // An early notification or a failed initialize does not use up the one attempt.
     client.send_text(r#"{"method":"initialized"}"#).await;
     assert_eq!(client.refusal().await.code, -32600);
     assert_eq!(client.refused("initialize", json!({})).await.code, -32602);

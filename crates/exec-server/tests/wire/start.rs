@@ -289,7 +289,8 @@ async fn start_rejects_bad_argv_and_cwd_with_the_cause(on: Transport) {
         assert_eq!(refused.code, -32602);
         assert!(refused.message.contains("missing field `cwd`"), "{refused}");
     }
-    // None of the rejected starts used the id; an accepted one does, as long as it can be read.
+    // The rejected starts did not use up the id. An accepted start does, as long as its process can
+    // be read.
     client.run(StartBuilder::sh("p", "true")).await;
     let refused = client
         .refused("process/start", StartBuilder::sh("p", "true").0)

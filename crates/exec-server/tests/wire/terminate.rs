@@ -117,7 +117,7 @@ async fn terminate_with_wait_returns_after_the_whole_tree_has_ended(on: Transpor
             answer,
             json!({"running": true, "gone": true, "survivors": []})
         );
-        // Already at the time of the response.
+        // All processes have exited when the response arrives.
         assert_eq!(bearers(&mark), []);
         let read = client.ok("process/read", json!({"processId": id})).await;
         assert_eq!(read["exited"], true, "{read}");

@@ -25,7 +25,7 @@ use super::{
 pub enum FileOutcome {
     /// The file to be read, already open.
     File {
-        /// Its path.
+        /// Path of the file.
         path: PathBuf,
         /// A regular file.
         file: File,
@@ -36,7 +36,7 @@ pub enum FileOutcome {
     Directory {
         /// The directory.
         path: PathUri,
-        /// Its entries.
+        /// Entries of the directory.
         found: Directory,
     },
     /// The result of a walk.

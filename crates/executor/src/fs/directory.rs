@@ -549,7 +549,7 @@ mod tests {
     #[test]
     fn names_sort_by_text() {
         let mut listing = DirectoryListing::default();
-        // As text, U+E000 sorts below U+FFFD and U+10000 above it.
+        // Sorted as text, U+E000 is before U+FFFD and U+10000 after it.
         let names: [&[u8]; 6] = [
             b"b",
             b"a",

@@ -16,13 +16,13 @@ use super::{FsError, SymlinkPolicy, at, protected};
 /// Metadata of a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PathMetadata {
-    /// It is a directory.
+    /// Whether the path is a directory.
     pub is_directory: bool,
-    /// It is a regular file.
+    /// Whether the path is a regular file.
     pub is_file: bool,
     /// The last component is a symbolic link.
     pub is_symlink: bool,
-    /// Its size in bytes.
+    /// Size of the file in bytes.
     pub size: u64,
     /// Creation time in milliseconds since 1970; 0 if unknown.
     pub created_at_ms: i64,
@@ -133,7 +133,8 @@ pub fn set_metadata(
     links: SymlinkPolicy,
 ) -> Result<(), FsError> {
     let file = open(path, OFlags::PATH, Mode::empty(), links)?;
-    // Neither change works on a descriptor that was opened without read permission. Its path in
+    // A descriptor without read permission allows neither change. Its path in `/proc/self/fd` leads
+    // to the same file, even if the original path changes. A policy may hide `/proc`.
     // `/proc/self/fd` leads to the same file, even if the original path changes. A policy may hide
     // `/proc`.
     let mut target = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));

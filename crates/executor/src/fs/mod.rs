@@ -66,7 +66,7 @@ pub enum FsError {
     /// A parameter has an invalid value.
     #[error("{0}")]
     Params(String),
-    /// It is a directory, a pipe or a device.
+    /// The path is a directory, a pipe or a device.
     #[error("path `{0}` is not a file")]
     NotAFile(#[serde(with = "wire::path")] PathBuf),
     /// A component is a symbolic link, and links are refused.

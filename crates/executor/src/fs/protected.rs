@@ -62,7 +62,8 @@ struct Registry {
     is_received: bool,
 }
 
-/// What the protected paths led to, for a confined helper: there, other files may cover them.
+/// Identities of the protected files and directories, for a confined helper: other files may cover
+/// the paths there.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ProtectedFiles {
     files: Vec<Id>,
@@ -70,7 +71,7 @@ pub(crate) struct ProtectedFiles {
     above: Vec<Id>,
 }
 
-/// What the protected paths led to.
+/// Identities of the protected files and directories.
 #[derive(Debug)]
 struct Found {
     /// Time before the examination, on the clock of file times.
@@ -124,7 +125,8 @@ pub fn protect_also(paths: impl IntoIterator<Item = PathBuf>) {
     });
 }
 
-/// What the protected paths led to when they were last examined. Does not access the disk.
+/// Identities of the protected files and directories when they were last examined. Does not access
+/// the disk.
 pub(crate) fn protected_files() -> Arc<ProtectedFiles> {
     let registry = REGISTRY.read();
     let found = registry.as_ref().map(|registry| &registry.found);
@@ -393,7 +395,7 @@ pub(super) fn check_link(directory: impl AsFd, path: &Path) -> Result<(), FsErro
     let directory = directory.as_fd();
     let system = rustix::fs::fstatfs(directory).map_err(super::at(path))?;
     let is_proc = system.f_type as u64 & 0xffff_ffff == PROC;
-    // The links in the root of procfs have a text that leads where it says.
+    // Links in the root of procfs (`self`, `mounts`) are ordinary: their text is the path that they lead to.
     if is_proc && path_in_proc(directory).is_none_or(|inside| inside.parent().is_some()) {
         return Err(refused(path));
     }
@@ -497,7 +499,7 @@ pub(super) fn check_entry(directory: impl AsFd, name: &OsStr, path: &Path) -> Re
     })
 }
 
-/// As [`check_entry`], before a name is removed or moved: also rejects directories that contain
+/// Like [`check_entry`], before a name is removed or moved: also rejects directories that contain
 /// protected paths.
 pub(super) fn check_removal(
     directory: impl AsFd,

@@ -400,7 +400,7 @@ impl SearchWorker<'_, '_> {
         if let Err(error) = searched
             && error.raw_os_error().is_none()
         {
-            // Not an IO error: a line was too long to be held in memory.
+            // This is not an IO error: a line was too long to be held in memory.
             self.shared.truncated.store(true, Ordering::Relaxed);
         }
         let (lines, uri) = (sink.lines, sink.uri);

@@ -68,7 +68,7 @@ fn remove_following(path: &Path, recursive: bool) -> Result<(), FsError> {
 fn remove_tree(directory: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), FsError> {
     struct RemovalLevel {
         directory: OwnedFd,
-        /// Its name in the directory above.
+        /// Name of the directory in its parent.
         name: OsString,
         names: DirectoryListing,
         next: usize,
@@ -105,7 +105,7 @@ fn remove_tree(directory: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), FsE
                     levels.push(below);
                     continue;
                 }
-                // It was replaced by something else, which is removed as such.
+                // Another file replaced the directory; it is removed as a file.
                 Some(Err(FsError::Io { source, .. }))
                     if matches!(
                         Errno::from_io_error(&source),
@@ -391,7 +391,7 @@ impl CopyLevel {
         protected::check_entry(&self.to, name, path)?;
         let found = rustix::fs::fstat(&from).map_err(at(path))?;
         if file_type(&found) != FileType::RegularFile {
-            // It was a directory when its parent was read.
+            // The entry was a directory when its parent was read.
             return Ok(());
         }
         let mode = Mode::from_raw_mode(found.st_mode);
@@ -510,7 +510,7 @@ fn rename_within<A: AsFd, B: AsFd>(
     }
     let flags = RenameFlags::NOREPLACE;
     match rustix::fs::renameat_with(&from, name, &to, new, flags) {
-        // Not every filesystem supports `RENAME_NOREPLACE`. Creating a hard link to a file is
+        // Some filesystems do not support `RENAME_NOREPLACE`. Creating a hard link to a file is
         // equivalent: it fails when the name exists.
         Err(Errno::INVAL | Errno::NOSYS) => match stat_in(&to, new) {
             Ok(_) => Err(Errno::EXIST),

@@ -203,7 +203,7 @@ fn open_to_list(directory: &Path, follow: bool) -> Result<OwnedFd, Errno> {
     match open(directory, flags, Mode::empty(), SymlinkPolicy::Follow) {
         Ok(file) => Ok(file.into()),
         Err(FsError::Io { source, .. }) => Err(Errno::from_io_error(&source).unwrap_or(Errno::IO)),
-        // It is listed as a directory that may not be read.
+        // The entry is listed as a directory that may not be read.
         Err(_) => Err(Errno::ACCESS),
     }
 }

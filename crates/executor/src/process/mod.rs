@@ -484,7 +484,7 @@ impl ProcessShared {
     /// The descendants that still run after the process itself has ended, with their command lines.
     async fn descendants(&self) -> Vec<(i32, String)> {
         let tag = self.leader.tag;
-        // What runs in a PID namespace of its own ends with the first process of that namespace.
+        // All processes in a separate PID namespace end with the first process of that namespace.
         if self.inside.is_some() || !blocking(move || tree::may_have_orphans(tag)).await {
             return Vec::new();
         }
@@ -504,11 +504,11 @@ impl ProcessShared {
         }
         // Fails only if the group is gone already, which is fine.
         match self.inside {
-            // Its end is the end of everything inside.
+            // All processes in the namespace end with its first process.
             Some(_) if signal == Signal::KILL => {
                 let _ = rustix::process::kill_process_group(self.pid, signal);
             }
-            // Its pid cannot be reused before the guardian reaps it.
+            // The pid cannot be reused before the guardian reaps the process.
             Some(inside) => {
                 if self.inside_pidfd.lock().as_ref().is_some_and(is_unreaped) {
                     let _ = rustix::process::kill_process_group(inside, signal);

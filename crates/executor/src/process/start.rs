@@ -66,7 +66,7 @@ impl Drop for OwnedChild {
     fn drop(&mut self) {
         if self.pidfd.take().is_some() {
             let _ = rustix::process::kill_process_group(self.pid, Signal::KILL);
-            // It is dying: the wait is short, and this runs on a blocking thread.
+            // The process is dying, so the wait is short, and this runs on a blocking thread.
             while matches!(self.executor.reap(self.pid), Ok(None)) {
                 std::thread::sleep(Duration::from_millis(1));
             }

@@ -174,11 +174,11 @@ impl PolicyFiles {
         answer_to(&request, frame)
     }
 
-    /// As [`PolicyFiles::call`], with the result type of one method.
+    /// Like [`PolicyFiles::call`], with the result type of one method.
     ///
     /// # Errors
     ///
-    /// As [`PolicyFiles::call`].
+    /// Same as [`PolicyFiles::call`].
     pub fn ask<M: FsMethod>(
         &self,
         params: M::Params,
@@ -188,7 +188,7 @@ impl PolicyFiles {
         M::result(answer.into_response()?).ok_or_else(odd)
     }
 
-    /// As [`PolicyFiles::call`], if that is possible without waiting. Returns at most `most` bytes of
+    /// Like [`PolicyFiles::call`], if that is possible without waiting. Returns at most `most` bytes of
     /// content.
     pub fn call_at_once(
         &self,
@@ -238,11 +238,11 @@ impl PolicyFiles {
         helpers.try_request(&key, &call).map(ConfinedRead)
     }
 
-    /// As [`OpenFile::open`].
+    /// Same as [`OpenFile::open`].
     ///
     /// # Errors
     ///
-    /// As [`OpenFile::open`], or the reason why the policy cannot be enforced.
+    /// Like [`OpenFile::open`], or the reason why the policy cannot be enforced.
     pub fn open(&self, path: &Path, mode: OpenMode) -> Result<OpenFile, FsError> {
         let Some(HelperWork { confined, key }) = self.work()? else {
             return OpenFile::open(path, mode);

@@ -113,7 +113,7 @@ pub(super) fn send(
     send_with(socket, head, tail, descriptors, SendFlags::NOSIGNAL)
 }
 
-/// As [`send`], but fails instead of waiting; for frames that surely fit into the socket buffer.
+/// Like [`send`], but fails instead of waiting; for frames that surely fit into the socket buffer.
 pub(super) fn send_at_once(socket: impl AsFd, head: &impl Serialize) -> io::Result<()> {
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
     send_with(socket, head, &[], &[], flags)
@@ -382,7 +382,7 @@ impl Unborn {
             FsRequest::Remove(params) => {
                 let path = fs::native(&params.path)?;
                 self.check_existing(&path)?;
-                // Its content could include placeholders of commands that are running.
+                // The removed directory could contain placeholders of commands that are running.
                 let removed = policy::resolved(&path, &RealDisk).ok().flatten();
                 let above = removed.is_some_and(|removed| {
                     let placeholder = |path: &&PathBuf| placeholder::is_one(path);

@@ -516,7 +516,7 @@ impl BusySlot {
         drop(self.keep(helper));
     }
 
-    /// As [`BusySlot::give_back`], but returns the evicted helpers, which the caller must drop.
+    /// Like [`BusySlot::give_back`], but returns the evicted helpers, which the caller must drop.
     fn keep(self, helper: Helper) -> Vec<Helper> {
         let mut state = self.shared.state();
         state.idle.push((helper, Instant::now()));

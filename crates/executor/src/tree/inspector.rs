@@ -23,7 +23,7 @@ const IDLE: Duration = Duration::from_secs(1);
 /// A day: a wait of this length has no cost.
 const FOREVER: Duration = Duration::from_secs(86_400);
 
-/// What a request needs after it has used the table.
+/// Whether a request has to use the table again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TaskProgress {
     Done,

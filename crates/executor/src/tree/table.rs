@@ -258,7 +258,7 @@ impl ProcessTable {
         let mut gone = HashSet::new();
         for (pid, start) in self.processes(tags) {
             match Stat::of(pid).filter(|stat| stat.start == start) {
-                // Its entry stays: it may have led the session of other processes.
+                // The entry of the process stays: it may have led the session of other processes.
                 None => _ = gone.insert(pid),
                 Some(stat) if stat.ended => {}
                 Some(stat) => _ = parents.insert(pid, stat.parent),
@@ -382,8 +382,8 @@ impl ProcessTable {
             }
             let is_known = parent == 0 || parent == self.own || self.entries.contains_key(&parent);
             if !is_known && rereads < MAX_REREADS {
-                // Its parent has ended since or is not in the table yet: read it again for its
-                // current parent.
+                // The parent has ended since or is not in the table yet: read the process again for
+                // its current parent.
                 rereads += 1;
                 match Stat::of(pid) {
                     Some(stat) if stat.start == entry.start => {

@@ -15,7 +15,7 @@ use crate::sandbox::Sandbox;
 
 /// A file operation of one request and one response.
 pub trait FsMethod: Method<Params: Sync + 'static, Result: 'static> + 'static {
-    /// It changes files.
+    /// Whether the method changes files.
     const WRITES: bool;
 
     /// The request with these params.
@@ -30,7 +30,7 @@ pub trait FsMethod: Method<Params: Sync + 'static, Result: 'static> + 'static {
 
 /// Something that is done with a request whatever its method.
 pub trait FsVisitor {
-    /// What comes of it.
+    /// Result type of a visit.
     type Output;
 
     /// Does it.
@@ -48,7 +48,7 @@ macro_rules! operations {
             $name(<$name as Method>::Params),
         )*}
 
-        /// What came of a file operation: the result of its method.
+        /// Result of a file operation: that of its method.
         #[derive(Debug, Clone, PartialEq, Serialize)]
         #[serde(untagged)]
         pub enum FsResponse {$(

@@ -58,7 +58,7 @@ impl RegistryApi {
     ///
     /// # Errors
     ///
-    /// As for [`RegistryApi::get`].
+    /// Same as for [`RegistryApi::get`].
     pub async fn post(&self, path: &str, body: &Value) -> Result<Value, RegistryError> {
         let (url, headers) = (self.url(path)?, self.auth.headers().await?);
         let body = body.to_string().into_bytes();

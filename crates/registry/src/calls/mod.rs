@@ -91,7 +91,7 @@ pub enum RegistryError {
     Url {
         /// URL as given, without parts that may be secret.
         url: String,
-        /// What is wrong with the URL.
+        /// The reason why the URL is rejected.
         reason: &'static str,
     },
     /// The environment id is invalid.
@@ -146,7 +146,7 @@ pub enum RegistryError {
     Protocol {
         /// Host and port of the registry.
         registry: String,
-        /// What is wrong with the response.
+        /// The reason why the response is rejected.
         reason: String,
     },
 }
@@ -331,7 +331,7 @@ impl Registry {
     ///
     /// # Errors
     ///
-    /// As for [`Registry::register`]; [`RegistryError::is_offline`] while no executor is attached.
+    /// Same as for [`Registry::register`]; [`RegistryError::is_offline`] while no executor is attached.
     pub async fn connect(&self, key: &PublicKey) -> Result<ConnectResponse, RegistryError> {
         let request = ConnectRequest {
             harness_public_key: key.clone(),
@@ -348,7 +348,7 @@ impl Registry {
     ///
     /// # Errors
     ///
-    /// As for [`Registry::register`].
+    /// Same as for [`Registry::register`].
     pub async fn validate(
         &self,
         stream_id: &str,

@@ -87,15 +87,15 @@ pub enum ExecutorRoute {
     },
     /// The executor is not connected to any node.
     Unattached {
-        /// When this node saw it disconnect, if it did.
+        /// Time at which this node saw the executor disconnect; `None` if it did not.
         since: Option<Instant>,
     },
 }
 
-/// What a new claim in the log means for this node.
+/// Effect of a new claim in the log on this node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClaimChange {
-    /// Nothing changes.
+    /// No socket has to be opened or closed.
     Unchanged,
     /// This node's claim was replaced by a newer one: its executor socket must close.
     Fenced,

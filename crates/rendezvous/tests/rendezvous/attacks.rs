@@ -48,7 +48,7 @@ async fn resume_and_handshake_for_the_stream_of_another_harness_are_refused() {
 #[tokio::test]
 async fn reset_for_the_stream_of_another_harness_is_refused() {
     let (server, mut executor, mut alice) = server().await;
-    // As the first frame of a socket, and after a stream of the same socket.
+    // Sends the frame as the first frame of a socket, and after a stream of the same socket.
     let mut bob = server.harness("env-1", "bob-token", 3).await;
     bob.reset("alice", "forged").await;
     bob.expect_reset("alice", "unexpected_frame").await;

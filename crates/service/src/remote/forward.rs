@@ -89,7 +89,7 @@ impl ForwardDestination {
 ///
 /// # Errors
 ///
-/// As [`run_remote_environment`](super::run_remote_environment).
+/// Same as [`run_remote_environment`](super::run_remote_environment).
 pub async fn forward(
     config: RemoteEnvironmentConfig,
     destination: ForwardDestination,
@@ -112,8 +112,8 @@ pub async fn forward(
                         () = stopped.cancelled() => {}
                     }
                     if let Some(mut child) = child {
-                        // Its standard input is closed. If it does not exit in time, dropping the
-                        // handle kills it.
+                        // The standard input of the command is closed. If the command does not exit
+                        // in time, dropping the handle kills it.
                         let _ = tokio::time::timeout(COMMAND_GRACE, child.wait()).await;
                     }
                 }

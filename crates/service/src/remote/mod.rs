@@ -137,7 +137,7 @@ pub enum RemoteEnvironmentError {
 /// State of the connection between an environment and its rendezvous server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RemoteStatus {
-    /// Not connected: harnesses cannot reach the environment.
+    /// The executor is not connected: harnesses cannot reach the environment.
     Connecting,
     /// Connected: harnesses can reach the environment.
     Attached,
@@ -183,7 +183,7 @@ pub async fn run_remote_environment(
 ///
 /// # Errors
 ///
-/// As [`run_remote_environment`].
+/// Same as [`run_remote_environment`].
 pub async fn serve(
     server: &ExecServer,
     config: RemoteEnvironmentConfig,

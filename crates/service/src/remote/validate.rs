@@ -88,7 +88,7 @@ impl Validator {
                 return Err(EndReason::ExecutorRejected);
             }
             Ok(Err(error)) if !error.is_outage() => {
-                // Not an outage: the registry responds, but has not approved the harness.
+                // This is not an outage: the registry responds, but has not approved the harness.
                 tracing::error!(%error, "cannot validate a harness");
                 return Err(EndReason::ValidationUnavailable);
             }

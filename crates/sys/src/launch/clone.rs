@@ -21,7 +21,7 @@ const SIGNALS: c_int = 64;
 pub(super) enum Actions {
     /// All: it has this process's handlers.
     All,
-    /// Those of ignored signals: the kernel has reset the handlers.
+    /// Only ignored signals are reset: the kernel has reset the handlers.
     Ignored,
 }
 
@@ -82,7 +82,7 @@ pub(super) unsafe fn clone(
 ///
 /// # Safety
 ///
-/// As [`clone`].
+/// Same as [`clone`].
 pub(super) unsafe fn clone_with_handlers(
     stack: &mut [u8],
     flags: c_int,
@@ -105,7 +105,7 @@ pub(super) unsafe fn clone_with_handlers(
 ///
 /// # Safety
 ///
-/// As [`clone`].
+/// Same as [`clone`].
 #[cfg(target_arch = "x86_64")]
 unsafe fn clone3(
     stack: &mut [u8],

@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_millis(20);
 
 /// All reserved numbers of this process.
 struct Pool {
-    /// What a reserved number names while no launch uses it.
+    /// The file that a reserved descriptor refers to while no launch uses it.
     unused: OwnedFd,
     free: Mutex<Vec<[OwnedFd; STREAMS]>>,
     returned: Condvar,

@@ -189,7 +189,7 @@ fn comparison_reports_counts_above_and_below_the_table_and_lowering_refuses_a_hi
     );
 }
 
-/// What is wrong with the uses that were found.
+/// Differences between the uses that were found and the table, one text each.
 fn compare(found: &FoundUses, table: &AllowedUses) -> Vec<String> {
     let mut wrong = Vec::new();
     for ((rule, file), lines) in found {
@@ -387,7 +387,8 @@ fn collect_uses(
     }
 }
 
-/// What the names stand for that one `use` brings in, with `prefix` before it.
+/// Adds the names that one `use` imports, with the paths that they stand for; `prefix` is put
+/// before each path.
 fn collect_imports(
     tokens: &[TokenTree],
     prefix: &[String],

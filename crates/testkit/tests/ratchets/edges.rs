@@ -5,7 +5,8 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// What each crate may depend on. A crate that is not listed fails the test, as does a dependency that is not used.
+/// Dependencies that each crate may have. A crate that is not listed fails the test, as does a
+/// dependency that is not used.
 ///
 /// Dependencies of tests are free, except between `service` and `client`.
 const ALLOWED: &[(&str, &[&str])] = &[
@@ -183,7 +184,7 @@ fn default_binary_is_built_without_nats_and_from_few_crates() {
     assert!(count <= MOST, "{count} crates: {crates:#?}");
 }
 
-/// What is wrong with the edges that were found.
+/// Differences between the edges that were found and the table, one text each.
 fn compare(
     found: &BTreeSet<Edge>,
     allowed: &[(&str, &[&str])],

@@ -33,7 +33,7 @@ pub enum TlsError {
         what: &'static str,
         /// Path of the file.
         path: PathBuf,
-        /// What is wrong with the file.
+        /// The reason why the file is rejected.
         reason: String,
     },
     /// The certificate and the key do not match.

@@ -96,7 +96,7 @@ impl TlsServer {
     ///
     /// # Errors
     ///
-    /// As for [`TlsServer::load`].
+    /// Same as for [`TlsServer::load`].
     pub fn reload(&self) -> Result<(), TlsError> {
         let Some(files) = &self.files else {
             return Ok(());
@@ -117,7 +117,7 @@ impl TlsServer {
     ///
     /// # Errors
     ///
-    /// As for [`TlsServer::load`]; each change is reported once.
+    /// Same as for [`TlsServer::load`]; each change is reported once.
     pub fn reload_if_changed(&self) -> Result<bool, TlsError> {
         let Some(files) = &self.files else {
             return Ok(false);

@@ -519,7 +519,7 @@ async fn hosts_are_reached_through_the_upstream_proxy() {
         answer.ends_with("get http://out.test:80/x http/1.1 false"),
         "{answer}"
     );
-    // It responds to CONNECT with success, too.
+    // The upstream proxy responds to CONNECT with success, too.
     let answer = connect(at, "out.test:443").await;
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     assert_eq!(socks(socks_at, "out.test", 443).await.0, 0);

@@ -82,7 +82,7 @@ pub(super) async fn cp(place: &FilesLocation, args: &CpThereArgs) -> anyhow::Res
     Ok(ExitCode::SUCCESS)
 }
 
-/// What goes where, as `mv` and `cp` have it.
+/// Pairs of source and destination, as `mv` and `cp` combine them.
 async fn pairs<'a>(
     place: &FilesLocation,
     paths: &'a [std::path::PathBuf],

@@ -19,7 +19,7 @@ use crate::cli::error::{self, notice};
 use crate::cli::on;
 use crate::cli::table::visible;
 
-/// What stands for standard input or output.
+/// Name that stands for standard input or standard output.
 const STREAM: &str = "-";
 
 pub(super) async fn cat(place: &FilesLocation, args: &CatArgs) -> anyhow::Result<ExitCode> {
@@ -140,7 +140,7 @@ impl CopySide {
         let bytes = text.as_bytes();
         let there = |url: Option<&[u8]>, path: &[u8]| {
             let url = url.map(|url| String::from_utf8_lossy(url).into_owned());
-            // Nothing after the colon is the server's own directory.
+            // An empty path after the colon means the working directory of the server.
             let path = if path.is_empty() { b"." } else { path };
             Self::There(url, OsString::from_vec(path.to_vec()).into())
         };

@@ -14,7 +14,7 @@ use crate::cli::error::notice;
 use crate::cli::print;
 use crate::cli::table::visible;
 
-/// What `fs search` ends with when nothing matches.
+/// Exit code of `fs search` when nothing matches.
 const NOTHING: u8 = 1;
 
 pub(super) async fn search(place: &FilesLocation, args: &SearchArgs) -> anyhow::Result<ExitCode> {
@@ -53,7 +53,7 @@ pub(super) async fn search(place: &FilesLocation, args: &SearchArgs) -> anyhow::
     Ok(ExitCode::from(if nothing { NOTHING } else { 0 }))
 }
 
-/// As `grep -n` prints it.
+/// Prints a match in the format of `grep -n`.
 fn push_match(out: &mut Vec<u8>, found: &SearchMatch, for_terminal: bool) {
     let path = native_bytes(&found.path);
     let mut push = |number: u64, mark: char, text: &str| {

@@ -1,4 +1,4 @@
-//! `fs ls`, `fs stat`, `fs walk`: what there is.
+//! Listings of files: `fs ls`, `fs stat` and `fs walk`.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;

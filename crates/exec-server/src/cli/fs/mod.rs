@@ -22,7 +22,7 @@ use super::table::visible;
 use super::{on, runtime};
 use args::{CpArgs, FsArgs, FsCommand};
 
-/// What `fs search` ends with when it could not search; 1 means that nothing matches.
+/// Exit code of `fs search` when it could not search; 1 means that nothing matches.
 const SEARCH_FAILED: u8 = 2;
 
 pub(super) fn run(args: &FsArgs) -> anyhow::Result<ExitCode> {
@@ -65,7 +65,7 @@ pub(super) fn run_cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
 /// Where the files are.
 struct FilesLocation {
     files: Arc<dyn ExecutorFileSystem>,
-    /// What relative paths are relative to.
+    /// Base directory of relative paths.
     directory: Option<PathBuf>,
 }
 
@@ -117,8 +117,8 @@ impl FilesLocation {
 
     /// The URI of a path there.
     ///
-    /// What is above a directory only that machine knows, since links may have led to it: `..` is
-    /// asked for, and never part of what is sent.
+    /// The server resolves `..`, since links may lead elsewhere: this function asks for the
+    /// resolved path and never sends `..` itself.
     async fn uri(&self, path: &Path) -> anyhow::Result<PathUri> {
         let mut exact = PathBuf::new();
         for component in self.native(path)?.components() {

@@ -32,7 +32,7 @@ impl ProgressLine {
         }))
     }
 
-    /// What a transfer is to call.
+    /// Callback for a transfer that redraws the progress line.
     pub(super) fn callback(&self) -> Option<ProgressFn> {
         let line = Arc::clone(self.0.as_ref()?);
         Some(Arc::new(move |progress| {

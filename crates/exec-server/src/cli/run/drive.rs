@@ -102,14 +102,14 @@ pub(super) enum RunEnd {
     /// The command has ended, and its output is written.
     Command {
         code: u8,
-        /// What it left running.
+        /// Processes that the command left running.
         descendants: Vec<Survivor>,
     },
     /// This program ends before the command, which gets SIGTERM and this time, or SIGKILL.
     Client { code: u8, grace: Option<Duration> },
 }
 
-/// What the standard streams of the command are.
+/// How the standard streams of the command are connected.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CommandStreams {
     pub(super) tty: bool,
@@ -238,7 +238,7 @@ impl DrivenCommand {
 
     /// The thread that writes has ended.
     fn written(&mut self, written: std::io::Result<()>) -> anyhow::Result<Option<RunEnd>> {
-        /// As of a program that SIGPIPE has ended.
+        /// Exit code of a program that SIGPIPE has ended.
         const BROKEN_PIPE: u8 = 141;
         match written {
             Ok(()) => {

@@ -37,7 +37,7 @@ const RETRY: Timespec = Timespec {
     tv_nsec: 20_000_000,
 };
 
-/// What was typed for this program instead of the command.
+/// Escape sequence that was typed for this program instead of for the command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Escape {
     /// `~.`: end this program.
@@ -97,7 +97,7 @@ impl EscapeParser {
                 command.push(byte);
                 continue;
             }
-            // As at a prompt, ^C begins a new line.
+            // A ^C begins a new line, as at a shell prompt.
             self.is_line_start = true;
             self.interrupts += 1;
             match (is_connected, self.interrupts) {

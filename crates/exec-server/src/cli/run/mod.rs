@@ -144,7 +144,7 @@ fn failure_code(error: &anyhow::Error) -> u8 {
     }
 }
 
-/// What to type instead of a command line that only a shell understands.
+/// The command to type instead of a command line that only a shell understands.
 ///
 /// A program that was not found is one if its name has spaces or characters that mean something to a
 /// shell, or is a command that only shells have.
@@ -227,7 +227,7 @@ impl RunLocation {
                 ..ExecutorConfig::default()
             };
             let executor = Executor::new(config)?;
-            // As on a server: then what a command leaves running is found.
+            // Same setting as on a server: descendants that a command left running are found.
             executor.adopt_orphans().context("cannot adopt orphans")?;
             return Ok(Self::Here(LocalBackend::new(executor)));
         };

@@ -109,7 +109,7 @@ async fn fs_errors_have_the_code_of_their_cause() {
         ("fs/readFile", long, none(), -32603, "os error 36"),
         // ENXIO
         ("fs/writeFile", "fifo", x(), -32603, "os error 6"),
-        // Not a regular file.
+        // Paths that are not regular files.
         ("fs/readFile", "d", none(), -32600, "is not a file"),
         ("fs/readFile", "fifo", none(), -32600, "is not a file"),
         // Values above a limit.

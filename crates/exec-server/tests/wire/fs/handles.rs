@@ -115,7 +115,7 @@ async fn open_rejects_missing_special_and_unsupported_files() {
             assert!(message.ends_with("is not a file"), "{message}");
         }
     }
-    // None of the failed opens used the id.
+    // The failed opens did not use up the id.
     scene.ok("fs/open", "f", json!({"handleId": "h"})).await;
     let write = json!({"handleId": "h", "offset": 0, "chunk": "eA=="});
     let failure = scene.client.refused("fs/writeBlock", write).await;

@@ -184,7 +184,8 @@ async fn a_directory_of_any_size_is_listed_page_by_page() {
             .map(|entry| entry["fileName"].as_str().unwrap().to_owned())
             .collect();
         names.sort();
-        // What comes between pages counts for what is still to be listed, and for nothing else.
+        // Entries that are created between two pages appear only if they sort after the last listed
+        // one.
         if pages.is_empty() {
             fs::write(directory.path().join("many/000000-new"), "").unwrap();
             fs::write(directory.path().join("many/999999-new"), "").unwrap();

@@ -97,7 +97,7 @@ impl OpenDirectory {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Entered {
     Yes,
-    /// It cannot be listed.
+    /// The directory cannot be listed.
     No,
     /// The page has no room for it.
     Full,
@@ -185,7 +185,7 @@ impl PageWalker<'_> {
             return Ok(Entered::Full);
         }
         let opened = open_to_list(&directory, false);
-        // It was removed meanwhile, or was never a directory.
+        // The directory was removed meanwhile, or the entry was never a directory.
         if let Err(Errno::NOTDIR | Errno::NOENT | Errno::LOOP) = opened {
             return Ok(Entered::No);
         }

@@ -33,7 +33,7 @@ struct PathSet {
 pub(super) enum EntryNovelty {
     /// A scan reported it.
     Known,
-    /// It is new.
+    /// The entry is new.
     New,
     /// Unknown; the subscriber may know it already.
     Vague,

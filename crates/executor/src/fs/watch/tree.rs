@@ -713,7 +713,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
     fn unregister(&mut self, node: u32) {
         let descriptors = self.remove(node);
         for descriptor in descriptors {
-            // It may already be unregistered.
+            // The watch may already be unregistered.
             let _ = inotify::remove_watch(&self.inotify, descriptor);
         }
     }
