@@ -160,10 +160,10 @@ impl PolicyDecider for DeciderAdapter {
     fn decide(&self, target: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
         let decider = self.decider.clone();
         Box::pin(async move {
-            let Some((decider, patience)) = decider else {
+            let Some((decider, timeout)) = decider else {
                 return PolicyAnswer::not_allowed();
             };
-            let answer = tokio::time::timeout(patience, decider.decide(target)).await;
+            let answer = tokio::time::timeout(timeout, decider.decide(target)).await;
             answer.map_or_else(|_| PolicyAnswer::not_allowed(), network::valid_answer)
         })
     }
@@ -211,8 +211,8 @@ impl ExecBackend for LocalBackend {
         decider: Arc<dyn NetworkPolicyDecider>,
     ) -> Reply<'_, StartedProcess> {
         Box::pin(async move {
-            let patience = network::patience(&params)?;
-            self.start_local(params, Some((decider, patience))).await
+            let timeout = network::timeout(&params)?;
+            self.start_local(params, Some((decider, timeout))).await
         })
     }
 

@@ -59,7 +59,7 @@ pub trait NetworkPolicyDecider: Send + Sync + fmt::Debug + 'static {
 /// # Errors
 ///
 /// When the request does not enable client decisions.
-pub(crate) fn patience(params: &StartParams) -> Result<Duration, ExecServerError> {
+pub(crate) fn timeout(params: &StartParams) -> Result<Duration, ExecServerError> {
     let proxy = params.network_proxy.as_ref();
     match proxy.and_then(|proxy| proxy.policy_decision_timeout_ms) {
         Some(millis) if millis > 0 => Ok(Duration::from_millis(millis)),

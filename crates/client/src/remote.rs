@@ -60,8 +60,8 @@ impl ExecBackend for ExecServerClient {
         decider: Arc<dyn NetworkPolicyDecider>,
     ) -> Reply<'_, StartedProcess> {
         Box::pin(async move {
-            let patience = network::patience(&params)?;
-            let decider = Some((decider, patience));
+            let timeout = network::timeout(&params)?;
+            let decider = Some((decider, timeout));
             self.start_remote(params, decider, None).await
         })
     }

@@ -304,12 +304,12 @@ impl ProcessRoute {
     /// Decides about a host with the decider, within its time limit.
     async fn decide(&self, target: PolicyTarget) -> PolicyAnswer {
         let mut status = self.status.subscribe();
-        let Some((decider, patience)) = self.decider.get() else {
+        let Some((decider, timeout)) = self.decider.get() else {
             return PolicyAnswer::not_allowed();
         };
         let ended = status.wait_for(|status| status.closed || status.failure.is_some());
         tokio::select! {
-            answer = tokio::time::timeout(*patience, decider.decide(target)) => {
+            answer = tokio::time::timeout(*timeout, decider.decide(target)) => {
                 answer.map_or_else(|_| PolicyAnswer::not_allowed(), network::valid_answer)
             }
             _ = ended => PolicyAnswer::not_allowed(),

@@ -368,7 +368,7 @@ pub(crate) struct TreeTermination {
     /// If set, SIGTERM is sent first, and SIGKILL after this time.
     pub(crate) grace: Option<Duration>,
     /// How long to wait after the first SIGKILL.
-    pub(crate) patience: Duration,
+    pub(crate) timeout: Duration,
     /// The process groups of the trees' leaders.
     pub(crate) groups: Vec<ProcessGroup>,
 }
@@ -485,9 +485,9 @@ impl TerminationProgress {
                     kill(pid, Signal::KILL);
                 }
                 self.phase = TerminationPhase::Kill;
-                let patience = self.how.patience;
+                let timeout = self.how.timeout;
                 self.deadline
-                    .get_or_insert_with(|| Instant::now() + patience);
+                    .get_or_insert_with(|| Instant::now() + timeout);
                 if killed.is_empty() {
                     return self.step(table, answer);
                 }

@@ -22,9 +22,9 @@ use crate::known::KnownEnvironments;
 use crate::relay::{self, RelayDialError};
 
 /// Timeout of one request to the registry.
-const ASK_TIMEOUT: Duration = Duration::from_secs(6);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(6);
 /// Time limit for all registry requests of one connection.
-const ASK_PATIENCE: Duration = Duration::from_secs(14);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(14);
 /// Maximum number of retries of a registry request.
 const ASK_RETRIES: u32 = 4;
 /// Timeout of one websocket connection.
@@ -70,7 +70,7 @@ impl RegistryDialOptions {
         auth: RegistryAuth,
     ) -> Self {
         let mut registry = RegistryOptions::new(auth);
-        registry.timeout = ASK_TIMEOUT;
+        registry.timeout = REQUEST_TIMEOUT;
         Self {
             registry_url: registry_url.into(),
             environment_id: environment_id.into(),
@@ -215,7 +215,7 @@ impl RegistryShared {
 
     /// Requests addresses from the registry; retries transient errors.
     async fn ask(&self) -> Result<ConnectResponse, RegistryConnectError> {
-        let until = Instant::now() + ASK_PATIENCE;
+        let until = Instant::now() + CONNECT_TIMEOUT;
         let mut tries = 0;
         loop {
             let error = match self.ask_once().await {

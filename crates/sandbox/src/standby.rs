@@ -44,7 +44,7 @@ pub(super) const NAME: &CStr = c"exec-standby";
 pub(super) const SPARE_NAME: &CStr = c"exec-spare";
 
 /// Time limit of a fork, after which the caller uses another way.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum number of descriptors of a request: streams, an order, two sockets, control groups.
 const MAX_FILES: usize = 16;
@@ -142,8 +142,8 @@ impl PendingFork {
             SocketFlags::CLOEXEC,
             None,
         )?;
-        sockopt::set_socket_timeout(&control, sockopt::Timeout::Recv, Some(PATIENCE))?;
-        sockopt::set_socket_timeout(&control, sockopt::Timeout::Send, Some(PATIENCE))?;
+        sockopt::set_socket_timeout(&control, sockopt::Timeout::Recv, Some(TIMEOUT))?;
+        sockopt::set_socket_timeout(&control, sockopt::Timeout::Send, Some(TIMEOUT))?;
         pending_launch.work = Some(rustix::io::fcntl_dupfd_cloexec(&theirs, 16)?);
         let (_, pidfd) = start(&pending_launch)?;
         Ok(Self {

@@ -310,7 +310,7 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const TIMEOUT: Duration = Duration::from_secs(20);
 
     #[tokio::test]
     async fn blocked_jobs_delay_neither_their_lane_nor_other_lanes() {
@@ -329,7 +329,7 @@ mod tests {
             lane.run(move || {
                 let _ = done.send(());
             });
-            tokio::time::timeout(PATIENCE, finished)
+            tokio::time::timeout(TIMEOUT, finished)
                 .await
                 .unwrap()
                 .unwrap();
@@ -357,14 +357,14 @@ mod tests {
         other.run(move || {
             let _ = done.send(());
         });
-        tokio::time::timeout(PATIENCE, finished)
+        tokio::time::timeout(TIMEOUT, finished)
             .await
             .unwrap()
             .unwrap();
         assert!(last.try_recv().is_err());
         assert_eq!(one.state.lock().at_work, LANE_THREADS);
         drop(release);
-        tokio::time::timeout(PATIENCE, last).await.unwrap().unwrap();
+        tokio::time::timeout(TIMEOUT, last).await.unwrap().unwrap();
     }
 
     #[tokio::test]
@@ -376,7 +376,7 @@ mod tests {
         lane.run(move || {
             let _ = done.send(());
         });
-        tokio::time::timeout(PATIENCE, finished)
+        tokio::time::timeout(TIMEOUT, finished)
             .await
             .unwrap()
             .unwrap();

@@ -34,7 +34,7 @@ const CAPABILITIES: &[(&str, bool)] = &[
 
 /// Timeout for facts about the machine that are still being determined; this usually takes
 /// milliseconds.
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Facts about this machine. They are read once at start; a thread determines those that need a
 /// child process.
@@ -86,7 +86,7 @@ impl MachineInfo {
         self.described.get_or_init(|| {
             let (found, told) = &*self.enforceable;
             let found = found.lock();
-            let found = told.wait_timeout_while(found, PATIENCE, |found| found.is_none());
+            let found = told.wait_timeout_while(found, TIMEOUT, |found| found.is_none());
             let info = describe(&self.config, found.unwrap_or(false));
             let text = serde_json::to_string(&info);
             debug_assert!(text.is_ok(), "texts and flags always serialise");

@@ -22,7 +22,7 @@ pub(crate) struct ClientPolicyDecider {
     pub(crate) identity: ClientIdentity,
     pub(crate) process_id: String,
     /// Timeout for the response of the client.
-    pub(crate) patience: Duration,
+    pub(crate) timeout: Duration,
 }
 
 impl PolicyDecider for ClientPolicyDecider {
@@ -32,14 +32,14 @@ impl PolicyDecider for ClientPolicyDecider {
             process_id: self.process_id.clone(),
             request,
         };
-        let patience = self.patience;
+        let timeout = self.timeout;
         self.server.metrics().network_asks.add(1);
         Box::pin(async move {
             let answer = match driver {
                 None => None,
                 Some(driver) => {
                     let asked = driver.server_requests.ask(&driver.outbox, &params);
-                    tokio::time::timeout(patience, asked).await.ok().flatten()
+                    tokio::time::timeout(timeout, asked).await.ok().flatten()
                 }
             };
             answer.unwrap_or_else(PolicyAnswer::not_allowed)

@@ -19,7 +19,7 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use crate::proc::PATIENCE;
+use crate::proc::TIMEOUT;
 
 /// One request of an executor, as it was answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -155,7 +155,7 @@ impl FakeRegistry {
     /// If they never do.
     pub async fn until(&self, what: &str, condition: impl FnMut(&Vec<Seen>) -> bool) {
         let mut seen = self.shared.seen.subscribe();
-        let waited = timeout(PATIENCE, seen.wait_for(condition)).await;
+        let waited = timeout(TIMEOUT, seen.wait_for(condition)).await;
         assert!(waited.is_ok(), "{what}: {:#?}", self.seen());
     }
 
@@ -179,7 +179,7 @@ impl FakeRegistry {
     /// If that does not happen.
     pub async fn until_attached(&self, attached: bool) {
         let mut open = self.shared.open.subscribe();
-        let waited = timeout(PATIENCE, open.wait_for(|open| (*open > 0) == attached)).await;
+        let waited = timeout(TIMEOUT, open.wait_for(|open| (*open > 0) == attached)).await;
         assert!(waited.is_ok(), "attached={attached}: {:#?}", self.seen());
     }
 }

@@ -13,7 +13,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
-use crate::proc::PATIENCE;
+use crate::proc::TIMEOUT;
 
 /// A nats-server with JetStream and its own directory. Dropping it ends the server.
 #[derive(Debug)]
@@ -201,7 +201,7 @@ impl Nats {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
-        timeout(PATIENCE, up).await.expect("nats-server to listen");
+        timeout(TIMEOUT, up).await.expect("nats-server to listen");
     }
 
     /// Kills the server and waits for its end.
@@ -259,7 +259,7 @@ impl Nats {
             stream.read_line(&mut line).await?;
             std::io::Result::Ok(line)
         };
-        let answer = timeout(PATIENCE, exchange)
+        let answer = timeout(TIMEOUT, exchange)
             .await
             .expect("an answer in time");
         let answer = answer.expect("an answer");
@@ -306,7 +306,7 @@ impl Nats {
             }
             std::io::Result::Ok(heard)
         };
-        let response = timeout(PATIENCE, exchange)
+        let response = timeout(TIMEOUT, exchange)
             .await
             .expect("a response in time");
         response.expect("a running server")

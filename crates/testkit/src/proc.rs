@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Time limit of every wait in tests: generous, because the machine may be busy.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns a text that is unique on this machine.
 ///
@@ -43,7 +43,7 @@ pub fn bearers(marker: &str) -> Vec<(i32, String)> {
 ///
 /// # Panics
 ///
-/// One still does after [`PATIENCE`].
+/// One still does after [`TIMEOUT`].
 pub async fn all_gone(marker: &str) {
     eventually("processes that should have ended", || {
         let left = bearers(marker);
@@ -62,9 +62,9 @@ pub async fn all_gone(marker: &str) {
 ///
 /// # Panics
 ///
-/// After [`PATIENCE`], with the last error.
+/// After [`TIMEOUT`], with the last error.
 pub async fn eventually<T, E: Display>(what: &str, mut look: impl FnMut() -> Result<T, E>) -> T {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         match look() {
             Ok(found) => return found,

@@ -11,7 +11,7 @@ use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
 use crate::http;
-use crate::proc::PATIENCE;
+use crate::proc::TIMEOUT;
 
 /// A running rendezvous server; dropping it ends the process.
 #[derive(Debug)]
@@ -51,11 +51,11 @@ impl RendezvousProcess {
             .unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
         let stdout = child.stdout.take().expect("stdout was piped above");
         let mut lines = BufReader::new(stdout).lines();
-        let line = timeout(PATIENCE, lines.next_line()).await;
+        let line = timeout(TIMEOUT, lines.next_line()).await;
         let Ok(Ok(Some(url))) = line else {
             let mut text = String::new();
             if let Some(stderr) = child.stderr.as_mut() {
-                let _ = timeout(PATIENCE, stderr.read_to_string(&mut text)).await;
+                let _ = timeout(TIMEOUT, stderr.read_to_string(&mut text)).await;
             }
             panic!("{command:?} printed no URL; its stderr:\n{text}");
         };
@@ -126,7 +126,7 @@ impl RendezvousProcess {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         };
-        let waited = timeout(PATIENCE, wait).await;
+        let waited = timeout(TIMEOUT, wait).await;
         assert!(waited.is_ok(), "`{environment}` is not online={online}");
     }
 
@@ -145,11 +145,11 @@ impl RendezvousProcess {
     ///
     /// # Panics
     ///
-    /// If it still runs after [`PATIENCE`].
+    /// If it still runs after [`TIMEOUT`].
     pub async fn ended(mut self) -> (ExitStatus, String) {
         let mut text = String::new();
         if let Some(mut stderr) = self.child.stderr.take() {
-            let read = timeout(PATIENCE, stderr.read_to_string(&mut text)).await;
+            let read = timeout(TIMEOUT, stderr.read_to_string(&mut text)).await;
             assert!(read.is_ok(), "the rendezvous server did not exit");
         }
         let status = self.child.wait().await;

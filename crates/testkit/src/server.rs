@@ -13,7 +13,7 @@ use tokio::io::{AsyncBufReadExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::time::timeout;
 
-use crate::proc::{self, PATIENCE};
+use crate::proc::{self, TIMEOUT};
 
 /// A running server; dropping it ends the process.
 #[derive(Debug)]
@@ -134,9 +134,9 @@ impl ServerProcess {
     ///
     /// # Panics
     ///
-    /// If it still runs after [`PATIENCE`].
+    /// If it still runs after [`TIMEOUT`].
     pub async fn ended(&mut self) -> ExitStatus {
-        match timeout(PATIENCE, self.child.wait()).await {
+        match timeout(TIMEOUT, self.child.wait()).await {
             Ok(status) => status.expect("a child can be waited for"),
             Err(_) => panic!("the server did not end; its stderr:\n{}", self.stderr()),
         }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-use crate::proc::PATIENCE;
+use crate::proc::TIMEOUT;
 
 /// An sshd with its own keys and home directory. Dropping it ends the daemon and all its
 /// connections.
@@ -209,11 +209,11 @@ SetEnv HOME={at}/home PATH={at}/bin:/usr/local/bin:/usr/bin:/bin
 
 /// Whether sshd sends its banner before it exits.
 fn sends_banner(child: &mut Child, port: u16) -> bool {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while Instant::now() < deadline {
         if let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)) {
             let mut greeting = [0; 4];
-            let _ = stream.set_read_timeout(Some(PATIENCE));
+            let _ = stream.set_read_timeout(Some(TIMEOUT));
             if stream.read_exact(&mut greeting).is_ok() && &greeting == b"SSH-" {
                 return true;
             }

@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
-use crate::proc::{self, PATIENCE};
+use crate::proc::{self, TIMEOUT};
 use crate::server::{self, ServerProcess};
 
 /// Transport to a server.
@@ -143,7 +143,7 @@ impl TestedServer {
     pub async fn ended(&mut self) -> ExitStatus {
         match &mut self.kind {
             TransportKind::Listening(server) => server.ended().await,
-            TransportKind::Stdio(child, ..) => timeout(PATIENCE, child.wait())
+            TransportKind::Stdio(child, ..) => timeout(TIMEOUT, child.wait())
                 .await
                 .expect("the server to end")
                 .expect("a child can be waited for"),
@@ -378,7 +378,7 @@ impl WireClient {
     ///
     /// The server does not accept them.
     pub async fn flush(&mut self) {
-        match timeout(PATIENCE, self.outgoing.flush()).await {
+        match timeout(TIMEOUT, self.outgoing.flush()).await {
             Ok(sent) => sent.expect("the server to take what was sent"),
             Err(_) => panic!("the server does not read; so far {self:?}"),
         }
@@ -395,7 +395,7 @@ impl WireClient {
                 sent = self.outgoing.flush() => {
                     return sent.expect("the server to take what was sent");
                 }
-                event = timeout(PATIENCE, self.incoming.recv()) => event,
+                event = timeout(TIMEOUT, self.incoming.recv()) => event,
             };
             match event {
                 Ok(Ok(Some(LinkEvent::Message(text)))) => {
@@ -419,7 +419,7 @@ impl WireClient {
     /// No message arrives.
     pub async fn text(&mut self) -> String {
         loop {
-            match timeout(PATIENCE, self.incoming.recv()).await {
+            match timeout(TIMEOUT, self.incoming.recv()).await {
                 Ok(Ok(Some(LinkEvent::Message(text)))) => return text.to_owned(),
                 Ok(Ok(Some(LinkEvent::Ping(payload)))) => {
                     let payload = payload.to_vec();
@@ -446,7 +446,7 @@ impl WireClient {
 
     /// Closes the sending direction, like a peer that will send nothing more.
     pub async fn finish(&mut self) {
-        timeout(PATIENCE, self.outgoing.shutdown())
+        timeout(TIMEOUT, self.outgoing.shutdown())
             .await
             .expect("the connection to take the end")
             .expect("the connection to be there");
@@ -704,8 +704,8 @@ impl WireClient {
     ///
     /// No message arrives, or an invalid one.
     pub async fn step(&mut self) -> bool {
-        let Ok(event) = timeout(PATIENCE, self.incoming.recv()).await else {
-            panic!("nothing came for {PATIENCE:?}; so far {self:?}");
+        let Ok(event) = timeout(TIMEOUT, self.incoming.recv()).await else {
+            panic!("nothing came for {TIMEOUT:?}; so far {self:?}");
         };
         let message: Value = match event {
             Ok(Some(LinkEvent::Message(text))) => {
@@ -715,7 +715,7 @@ impl WireClient {
                 let payload = payload.to_vec();
                 self.outgoing.push_pong(&payload);
                 // A failure to send shows in the next read.
-                let _ = timeout(PATIENCE, self.outgoing.flush()).await;
+                let _ = timeout(TIMEOUT, self.outgoing.flush()).await;
                 return true;
             }
             Ok(Some(LinkEvent::Pong)) => return true,

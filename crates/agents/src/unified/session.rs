@@ -244,9 +244,9 @@ impl EventFollower {
         self.emit_begin().await;
         let mut end_told = false;
         // Deadline after which the output is considered ended, if none arrives before.
-        let mut patience: Option<Instant> = None;
+        let mut timeout: Option<Instant> = None;
         loop {
-            let event = match patience {
+            let event = match timeout {
                 None => events.recv().await,
                 Some(until) => match tokio::time::timeout_at(until, events.recv()).await {
                     Ok(event) => event,
@@ -258,7 +258,7 @@ impl EventFollower {
                     Err(_) => {
                         self.emit_end().await;
                         end_told = true;
-                        patience = Some(Instant::now() + self.config.linger);
+                        timeout = Some(Instant::now() + self.config.linger);
                         continue;
                     }
                 },
@@ -267,8 +267,8 @@ impl EventFollower {
                 Some(ExecProcessEvent::Output { stream, chunk, .. }) => {
                     let whole = self.joiner.push(stream, chunk);
                     self.take(stream, whole, end_told).await;
-                    if patience.is_some() && !end_told {
-                        patience = Some(Instant::now() + self.config.trailing);
+                    if timeout.is_some() && !end_told {
+                        timeout = Some(Instant::now() + self.config.trailing);
                     }
                 }
                 Some(ExecProcessEvent::Gap { bytes, .. }) => {
@@ -279,7 +279,7 @@ impl EventFollower {
                 }
                 Some(ExecProcessEvent::Exited { exit, .. }) => {
                     let now = Instant::now();
-                    patience = Some(now + self.config.trailing);
+                    timeout = Some(now + self.config.trailing);
                     let progress = &self.session.progress;
                     progress.send_modify(|progress| progress.exit = Some((exit, now)));
                 }

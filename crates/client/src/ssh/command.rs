@@ -24,10 +24,10 @@ const MAX_SAID: usize = 64 * 1024;
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// Timeout of a request that our own ssh master answers locally.
-const MASTER_PATIENCE: Duration = Duration::from_secs(5);
+const MASTER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Time limit for the start of a daemon.
-const START_PATIENCE: Duration = Duration::from_secs(30);
+const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Prefix of each output line that is intended for us. A login shell may print other lines before.
 pub(super) const MARK: &str = "exec-server-ssh ";
@@ -150,13 +150,13 @@ impl SshHost {
         command.args(["-f", "-N"]);
         self.destination(&mut command);
         let options = &self.inner.options;
-        let patience = match options.interactive {
+        let timeout = match options.interactive {
             true => Duration::MAX,
             // `ConnectTimeout` limits only the connection setup. Allow twice as long for
             // authentication.
             false => options.connect_timeout * 3,
         };
-        let said = self.finish(command, patience, "let us in").await?;
+        let said = self.finish(command, timeout, "let us in").await?;
         match said.status.success() {
             true => Ok(()),
             false => Err(SshError::Connect {
@@ -202,7 +202,7 @@ impl SshHost {
             command.args(["-L", pair]);
         }
         self.destination(&mut command);
-        let said = self.finish(command, MASTER_PATIENCE, "answer").await;
+        let said = self.finish(command, MASTER_TIMEOUT, "answer").await;
         said.is_ok_and(|said| said.status.success())
     }
 
@@ -212,11 +212,11 @@ impl SshHost {
         script: &str,
         args: &[&str],
         stdin: Stdio,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<SshCommandResult, SshError> {
         let mut command = self.remote_command(script, args);
         command.stdin(stdin);
-        let said = self.finish(command, patience, "answer").await?;
+        let said = self.finish(command, timeout, "answer").await?;
         match said.code() {
             Some(SSH_FAILED) => Err(SshError::Connect {
                 url: self.name(),
@@ -246,7 +246,7 @@ impl SshHost {
     async fn finish(
         &self,
         mut command: Command,
-        patience: Duration,
+        timeout: Duration,
         what: &'static str,
     ) -> Result<SshCommandResult, SshError> {
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -277,9 +277,9 @@ impl SshHost {
         let late = |_| SshError::Timeout {
             url: self.name(),
             what,
-            timeout: patience,
+            timeout,
         };
-        let status = tokio::time::timeout(patience, run).await.map_err(late)??;
+        let status = tokio::time::timeout(timeout, run).await.map_err(late)??;
         Ok(SshCommandResult {
             status,
             stdout: String::from_utf8_lossy(&said).into_owned(),
@@ -317,12 +317,12 @@ impl SshHost {
                 return Err(self.cannot_run(io::Error::other("it has no streams")));
             };
             let mut complaints = Some(stderr);
-            let patience = self.inner.options.connect_timeout * 3 + START_PATIENCE;
-            let first = tokio::time::timeout(patience, marked_line(&mut stdout)).await;
+            let timeout = self.inner.options.connect_timeout * 3 + START_TIMEOUT;
+            let first = tokio::time::timeout(timeout, marked_line(&mut stdout)).await;
             let first = first.map_err(|_| SshError::Timeout {
                 url: self.name(),
                 what: "start exec-server",
-                timeout: patience,
+                timeout,
             })?;
             let Some(first) = first else {
                 // stdout ended before the expected line: the command has failed.

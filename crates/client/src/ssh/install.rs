@@ -13,7 +13,7 @@ use sha2::{Digest as _, Sha256};
 use super::{SshError, SshHost, hex};
 
 /// Time limit for the start of a daemon, including the shutdown of an old one.
-const START_PATIENCE: Duration = Duration::from_secs(30);
+const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Script that executes the installed binary, or reports the OS and architecture if it is missing.
 const START: &str = r#"
@@ -109,7 +109,7 @@ impl SshHost {
             let (script, args) = self.start_script(None).await?;
             let args: Vec<&str> = args.iter().map(String::as_str).collect();
             let said = self
-                .script(script, &args, Stdio::null(), START_PATIENCE)
+                .script(script, &args, Stdio::null(), START_TIMEOUT)
                 .await?;
             match said.marked() {
                 Some(words) => match words.strip_prefix("missing ") {

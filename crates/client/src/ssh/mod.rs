@@ -46,7 +46,7 @@ pub use url::{SshUrl, SshUrlError};
 
 /// Time limit for the first response through an existing master. After that the master is replaced,
 /// because an old connection hangs after a network change.
-const WARM_PATIENCE: Duration = Duration::from_secs(5);
+const WARM_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// After a response, the daemon is assumed to be available for this time.
 const FRESH: Duration = Duration::from_secs(30);
@@ -292,7 +292,7 @@ impl SshHost {
         let held = stream.as_fd().try_clone_to_owned();
         let (reader, writer) = stream.into_split();
         let mut options = ConnectOptions::default();
-        options.timeout = WARM_PATIENCE;
+        options.timeout = WARM_TIMEOUT;
         match connect_over(&self.url().to_string(), &options, first, reader, writer).await {
             Ok(link) => Ok(link),
             Err(ConnectError::Timeout { .. }) => {
@@ -401,7 +401,7 @@ enum ForwardingProblem {
 /// which causes a connection reset.
 async fn end_by_force(socket: &OwnedFd) -> bool {
     /// Time limit for the exit of the process.
-    const PATIENCE: Duration = Duration::from_secs(1);
+    const TIMEOUT: Duration = Duration::from_secs(1);
     #[cfg(target_os = "linux")]
     {
         use rustix::net::{RecvFlags, recv, sockopt};
@@ -411,7 +411,7 @@ async fn end_by_force(socket: &OwnedFd) -> bool {
             return true;
         };
         let mut killed = false;
-        let end = tokio::time::Instant::now() + PATIENCE;
+        let end = tokio::time::Instant::now() + TIMEOUT;
         while tokio::time::Instant::now() < end {
             match recv(socket, &mut [0; 1], RecvFlags::DONTWAIT) {
                 Err(rustix::io::Errno::CONNRESET) => return false,
@@ -429,7 +429,7 @@ async fn end_by_force(socket: &OwnedFd) -> bool {
         }
     }
     #[cfg(not(target_os = "linux"))]
-    let _ = (socket, PATIENCE);
+    let _ = (socket, TIMEOUT);
     true
 }
 

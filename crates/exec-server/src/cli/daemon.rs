@@ -35,13 +35,13 @@ use super::{print, serve, settings};
 const MARK: &str = "exec-server-ssh";
 
 /// How long a daemon may take to listen.
-const START_PATIENCE: Duration = Duration::from_secs(20);
+const START_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How long a daemon of another build may take to end if it has nothing to do.
-const RETIRE_PATIENCE: Duration = Duration::from_secs(2);
+const RETIRE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long a daemon may take to stop, its processes included.
-const STOP_PATIENCE: Duration = Duration::from_secs(20);
+const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Between two checks of a state that sends no notification.
 const PERIOD: Duration = Duration::from_millis(20);
@@ -154,8 +154,8 @@ impl DaemonPaths {
     }
 
     /// Waits until no process listens on the socket.
-    fn wait_for_end(&self, patience: Duration) -> bool {
-        let deadline = Instant::now() + patience;
+    fn wait_for_end(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
         while self.daemon().is_some() {
             if Instant::now() >= deadline {
                 return false;
@@ -174,7 +174,7 @@ impl DaemonPaths {
                 return Ok(None);
             }
             let _ = rustix::process::kill_process(pid, Signal::USR1);
-            if !self.wait_for_end(RETIRE_PATIENCE) {
+            if !self.wait_for_end(RETIRE_TIMEOUT) {
                 let version = state["version"].as_str().unwrap_or("unknown");
                 return Ok(Some(format!(
                     "exec-server {version} (pid {}) keeps running there because it is in use; {} \
@@ -210,7 +210,7 @@ impl DaemonPaths {
         let Some(mut stdout) = child.stdout.take() else {
             bail!("the daemon has no output");
         };
-        let limit = rustix::time::Timespec::try_from(START_PATIENCE).ok();
+        let limit = rustix::time::Timespec::try_from(START_TIMEOUT).ok();
         let mut fds = [PollFd::new(&stdout, PollFlags::IN)];
         let ready = poll(&mut fds, limit.as_ref()).context("cannot wait for the daemon")?;
         let mut first = [0];
@@ -228,7 +228,7 @@ impl DaemonPaths {
             .unwrap_or(said)
             .to_owned();
         match (ready, said.as_str()) {
-            (0, _) => bail!("the daemon did not listen within {START_PATIENCE:?}"),
+            (0, _) => bail!("the daemon did not listen within {START_TIMEOUT:?}"),
             (_, "") => bail!("the daemon exited without a message"),
             (_, said) => bail!("the daemon exited: {said}"),
         }
@@ -271,8 +271,8 @@ impl DaemonPaths {
             Some(pid) => {
                 rustix::process::kill_process(pid, Signal::TERM)
                     .with_context(|| format!("cannot end the daemon {}", pid.as_raw_nonzero()))?;
-                if !self.wait_for_end(STOP_PATIENCE) {
-                    bail!("the daemon is still running after {STOP_PATIENCE:?}");
+                if !self.wait_for_end(STOP_TIMEOUT) {
+                    bail!("the daemon is still running after {STOP_TIMEOUT:?}");
                 }
             }
         }

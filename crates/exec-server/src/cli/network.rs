@@ -19,7 +19,7 @@ use super::args::NetworkArgs;
 use super::table::visible;
 
 /// How long a question waits for its answer.
-const PATIENCE: Duration = Duration::from_secs(5 * 60);
+const TIMEOUT: Duration = Duration::from_secs(5 * 60);
 
 /// The terminal, whatever the standard streams are.
 const TERMINAL: &str = "/dev/tty";
@@ -48,7 +48,7 @@ pub(super) fn of(args: &NetworkArgs) -> Option<NetworkProxy> {
         execution_id: None,
         policy_decision_timeout_ms: args
             .net_ask
-            .then(|| u64::try_from(PATIENCE.as_millis()).unwrap_or(u64::MAX)),
+            .then(|| u64::try_from(TIMEOUT.as_millis()).unwrap_or(u64::MAX)),
     })
 }
 

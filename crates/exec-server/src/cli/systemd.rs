@@ -44,7 +44,7 @@ pub(super) fn notify_reloading() {
     notify(&format!("RELOADING=1\nMONOTONIC_USEC={micros}"));
 }
 
-/// How often a watchdog wants a sign of life: twice within its patience.
+/// How often a watchdog wants a sign of life: twice within its timeout.
 pub(super) fn watchdog() -> Option<Duration> {
     let micros: u64 = variable("WATCHDOG_USEC")?.parse().ok()?;
     Some(Duration::from_micros(micros / 2)).filter(|period| !period.is_zero())

@@ -64,7 +64,7 @@ async fn silent(server: &ServerProcess, token: &str) -> TcpStream {
 async fn close_of(mut stream: TcpStream) -> (u16, String) {
     let mut received = Vec::new();
     let read = stream.read_to_end(&mut received);
-    tokio::time::timeout(proc::PATIENCE, read)
+    tokio::time::timeout(proc::TIMEOUT, read)
         .await
         .expect("the connection to end")
         .unwrap();

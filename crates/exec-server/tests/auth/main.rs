@@ -46,7 +46,7 @@ async fn output(args: &[&str]) -> Output {
         .stdin(std::process::Stdio::null())
         .kill_on_drop(true)
         .output();
-    tokio::time::timeout(proc::PATIENCE, run)
+    tokio::time::timeout(proc::TIMEOUT, run)
         .await
         .expect("the program to end by itself")
         .unwrap()
@@ -116,7 +116,7 @@ async fn upgrade(url: &str, headers: &[u8]) -> (u16, String) {
             }
         }
     };
-    let answer = tokio::time::timeout(proc::PATIENCE, read)
+    let answer = tokio::time::timeout(proc::TIMEOUT, read)
         .await
         .expect("an answer");
     let status = answer.get(9..12).expect(&answer).parse().unwrap();

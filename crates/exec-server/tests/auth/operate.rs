@@ -344,7 +344,7 @@ async fn service_manager_is_notified_of_start_reload_and_stop() {
     let files = AuthFiles::new();
     let path = files.path("notify");
     let socket = UnixDatagram::bind(&path).unwrap();
-    socket.set_read_timeout(Some(proc::PATIENCE)).unwrap();
+    socket.set_read_timeout(Some(proc::TIMEOUT)).unwrap();
     let next_notice = || {
         let mut buffer = [0; 200];
         let size = socket.recv(&mut buffer).unwrap();

@@ -51,7 +51,7 @@ async fn slow_http_request_is_closed_after_the_handshake_timeout() {
             }
         }
     };
-    tokio::time::timeout(proc::PATIENCE, dripping)
+    tokio::time::timeout(proc::TIMEOUT, dripping)
         .await
         .expect("the server should close the connection");
     client.call("process/list", json!({})).await.unwrap();
@@ -113,7 +113,7 @@ async fn thousands_of_idle_connections_time_out_without_delaying_clients() {
             let _ = stranger.read_to_end(&mut text).await;
         }
     };
-    tokio::time::timeout(proc::PATIENCE, given_up)
+    tokio::time::timeout(proc::TIMEOUT, given_up)
         .await
         .expect("the server should close all connections");
     client.call("process/list", json!({})).await.unwrap();

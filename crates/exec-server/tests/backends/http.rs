@@ -11,7 +11,7 @@ use exec_server::{
     ExecServer, ExecServerClient, ExecServerConfig, ExecServerError, LocalHttp,
     RemoteExecServerConnectArgs, in_process,
 };
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::TIMEOUT;
 use exec_server_testkit::server::ServerProcess;
 use exec_server_testkit::site::{HttpSite, answer, say};
 use tokio::io::AsyncWriteExt as _;
@@ -141,7 +141,7 @@ async fn large_http_bodies_are_complete_and_dropped_ones_end() {
     })
     .await;
     let one_left = || async {
-        let one = timeout(PATIENCE, left.acquire()).await.unwrap();
+        let one = timeout(TIMEOUT, left.acquire()).await.unwrap();
         one.unwrap().forget();
     };
     for (name, http, _keep) in subjects().await {

@@ -31,10 +31,10 @@ use tokio::process::Command;
 use crate::subjects::{command, exited, read_until, sh};
 
 /// Longer than any step here takes; a hang is a failure.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 async fn soon<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future)
+    tokio::time::timeout(TIMEOUT, future)
         .await
         .expect("no progress within the time limit")
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use exec_server_testkit::fake_registry::FakeRegistry;
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::TIMEOUT;
 use exec_server_testkit::wire::{StartBuilder, TestedServer, Transport};
 use tokio::process::Command;
 use tokio::time::timeout;
@@ -23,7 +23,7 @@ async fn run(program: &Path, arguments: &[&str]) -> Output {
         .env_remove("CODEX_API_KEY")
         .stdin(Stdio::null())
         .kill_on_drop(true);
-    let output = timeout(PATIENCE, command.output()).await;
+    let output = timeout(TIMEOUT, command.output()).await;
     let output = output.expect("the program to exit").unwrap();
     Output {
         code: output.status.code(),
@@ -203,7 +203,7 @@ async fn bearer_of_standard_input_authenticates_the_registration() {
             registry.until_attached(true).await;
         }
         drop(stdin);
-        let output = timeout(PATIENCE, child.wait_with_output()).await;
+        let output = timeout(TIMEOUT, child.wait_with_output()).await;
         let output = output.expect("the program to exit").unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         match expected {

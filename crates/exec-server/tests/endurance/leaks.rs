@@ -16,7 +16,7 @@ use exec_server::{
     Listener, RemoteExecServerConnectArgs, SessionLifetime, WaitForRequest, in_process,
 };
 
-use super::{PATIENCE, config, eventually, live_bytes, serially, served};
+use super::{TIMEOUT, config, eventually, live_bytes, serially, served};
 
 /// Average memory in bytes that one object may leave behind: tables grow in steps, and new kinds of
 /// statistics are added. A leaked record of a process costs some thousand bytes.
@@ -206,7 +206,7 @@ async fn cuts_of_one_session_leave_no_memory() {
         let mut args = RemoteExecServerConnectArgs::new(url.clone(), "test");
         args.options.resume_session_id = resume;
         args.options.detach_grace = Some(Duration::from_secs(3600));
-        let deadline = tokio::time::Instant::now() + PATIENCE;
+        let deadline = tokio::time::Instant::now() + TIMEOUT;
         loop {
             match ExecServerClient::connect(args.clone()).await {
                 Ok(client) => return client,

@@ -22,7 +22,7 @@ use tokio::sync::{Mutex, MutexGuard};
 static ALLOCATOR: Cap<System> = Cap::new(System, usize::MAX);
 
 /// How long freeing may take: tasks end after the responses that they cause.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Runs the tests of one process one after the other, where the runner does not.
 async fn serially() -> MutexGuard<'static, ()> {
@@ -39,9 +39,9 @@ fn live_bytes() -> usize {
 ///
 /// # Panics
 ///
-/// With the last error, after [`PATIENCE`].
+/// With the last error, after [`TIMEOUT`].
 async fn eventually<E: Debug>(what: &str, mut check: impl FnMut() -> Result<(), E>) {
-    let deadline = tokio::time::Instant::now() + PATIENCE;
+    let deadline = tokio::time::Instant::now() + TIMEOUT;
     while let Err(error) = check() {
         let left = deadline > tokio::time::Instant::now();
         assert!(left, "{what}: {error:?}");

@@ -28,7 +28,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 
 use super::leaks::{fill_reused_buffers, leaves_nothing, sh};
-use super::{PATIENCE, config, eventually, serially, served};
+use super::{TIMEOUT, config, eventually, serially, served};
 
 /// 2 MiB: more than a connection or a body route buffers.
 const LARGE_BYTES: usize = 2 << 20;
@@ -325,7 +325,7 @@ async fn relay_streams_with_cut_sockets_leave_no_memory() {
     let url = proxy.url().replace("ws://", "http://");
     leaves_nothing(12, async |number| {
         let mut args = relay.args(&url);
-        args.options.detach_grace = Some(PATIENCE);
+        args.options.detach_grace = Some(TIMEOUT);
         let client = ExecServerClient::connect_registry(args).await.unwrap();
         let script = "for i in 1 2 3; do head -c 200000 /dev/zero; read line; done";
         let params = StartParams {

@@ -6,7 +6,7 @@ use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::TIMEOUT;
 use exec_server_transport::http::{HeadKind, read_head};
 use rustix::process::Signal;
 use serde_json::json;
@@ -243,7 +243,7 @@ async fn executor_reads_credentials_from_stdin_and_ends_with_it() {
     let renewed = line("box", &token, 7200);
     input.write_all(renewed.as_bytes()).await.unwrap();
     drop(input);
-    let output = timeout(PATIENCE, child.wait_with_output()).await.unwrap();
+    let output = timeout(TIMEOUT, child.wait_with_output()).await.unwrap();
     let output = output.unwrap();
     assert!(output.status.success(), "{output:?}");
 
@@ -261,7 +261,7 @@ async fn executor_reads_credentials_from_stdin_and_ends_with_it() {
         let mut input = child.stdin.take().unwrap();
         input.write_all(text.as_bytes()).await.unwrap();
         drop(input);
-        let output = timeout(PATIENCE, child.wait_with_output()).await.unwrap();
+        let output = timeout(TIMEOUT, child.wait_with_output()).await.unwrap();
         let output = output.unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{stderr}");
@@ -277,7 +277,7 @@ async fn exit_on_stdin_close_ends_the_executor() {
     command.arg("--exit-on-stdin-close").stdin(Stdio::piped());
     let mut executor = RunningProgram::start(command).await;
     drop(executor.child.stdin.take());
-    let ended = timeout(PATIENCE, executor.child.wait()).await.unwrap();
+    let ended = timeout(TIMEOUT, executor.child.wait()).await.unwrap();
     assert!(ended.unwrap().success());
 }
 

@@ -11,7 +11,7 @@ use exec_server::{
 };
 use exec_server_registry::RegistryOptions;
 use exec_server_registry::identity;
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::TIMEOUT;
 use serde_json::json;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -51,7 +51,7 @@ impl InspectedExecutor {
         let attached = self
             .status
             .wait_for(|status| *status == RemoteStatus::Attached);
-        timeout(PATIENCE, attached).await.unwrap().unwrap();
+        timeout(TIMEOUT, attached).await.unwrap().unwrap();
     }
 }
 
@@ -83,7 +83,7 @@ async fn command_over_the_relay_returns_all_output() {
     assert_eq!(code, 7);
     client.end_session().await.unwrap();
     executor.server.shut_down().await;
-    let served = timeout(PATIENCE, &mut executor.serving).await.unwrap();
+    let served = timeout(TIMEOUT, &mut executor.serving).await.unwrap();
     served.unwrap().unwrap();
 }
 
@@ -102,7 +102,7 @@ async fn cut_sockets_are_replaced_without_a_new_handshake() {
     let mut cuts = 0;
     for round in 1..=8 {
         while output.len() < round * block.len() {
-            let event = timeout(PATIENCE, events.recv()).await.unwrap().unwrap();
+            let event = timeout(TIMEOUT, events.recv()).await.unwrap().unwrap();
             if let exec_server::ExecProcessEvent::Output { chunk, .. } = event {
                 output.extend_from_slice(&chunk);
             }
@@ -153,8 +153,8 @@ async fn changed_bytes_end_the_stream_but_not_the_session() {
         }
         false
     };
-    if !timeout(PATIENCE, ended).await.unwrap() {
-        let client = timeout(PATIENCE, resumed).await.unwrap();
+    if !timeout(TIMEOUT, ended).await.unwrap() {
+        let client = timeout(TIMEOUT, resumed).await.unwrap();
         assert_eq!(client.session_id(), session);
         let read = client
             .call::<exec_server::protocol::process::Read>(
@@ -239,7 +239,7 @@ async fn rejected_credentials_of_the_executor_are_reported_and_not_retried() {
     let connects = at.stub.connects.load(Ordering::Relaxed);
     let mut closed = client.closed();
     assert_eq!(at.stub.reset_streams().await, 1);
-    let reason = timeout(PATIENCE, closed.wait_for(Option::is_some)).await;
+    let reason = timeout(TIMEOUT, closed.wait_for(Option::is_some)).await;
     let reason = reason.unwrap().unwrap().clone().unwrap();
     assert!(
         reason.contains("rejected the executor's credentials"),
@@ -298,7 +298,7 @@ async fn registration_is_retried_without_limit_after_a_temporary_failure() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    timeout(PATIENCE, asked(3)).await.unwrap();
+    timeout(TIMEOUT, asked(3)).await.unwrap();
     *at.stub.register.lock().unwrap() = None;
     executor.attached().await;
     // An expired address leads to another registration; even a refusal does not end the retries.
@@ -306,7 +306,7 @@ async fn registration_is_retried_without_limit_after_a_temporary_failure() {
     *at.stub.register.lock().unwrap() = Some((401, json!({})));
     at.stub.refuse_sockets.store(true, Ordering::Relaxed);
     assert_eq!(at.stub.cut(true), 1);
-    timeout(PATIENCE, asked(before + 3)).await.unwrap();
+    timeout(TIMEOUT, asked(before + 3)).await.unwrap();
     assert!(!executor.serving.is_finished());
     at.stub.refuse_sockets.store(false, Ordering::Relaxed);
     *at.stub.register.lock().unwrap() = None;
@@ -334,7 +334,7 @@ async fn first_registration_reports_a_permanent_failure() {
     ] {
         *at.stub.register.lock().unwrap() = Some(answer);
         let mut executor = InspectedExecutor::new(&at, |_| {});
-        let served = timeout(PATIENCE, &mut executor.serving).await.unwrap();
+        let served = timeout(TIMEOUT, &mut executor.serving).await.unwrap();
         let error = anyhow_text(&served.unwrap().unwrap_err());
         assert!(error.contains("`env`") && error.contains(part), "{error}");
     }

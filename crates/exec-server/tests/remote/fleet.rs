@@ -11,7 +11,6 @@ use exec_server::{
 };
 use exec_server_testkit::http::request;
 use exec_server_testkit::nats::Nats;
-use exec_server_testkit::proc::PATIENCE;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -377,7 +376,7 @@ async fn harness_at_one_node_uses_an_executor_at_another() {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         };
-        timeout(PATIENCE, gone).await.expect("the stream to end");
+        timeout(TIMEOUT, gone).await.expect("the stream to end");
     }
     let (status, answer) = fleet
         .call(

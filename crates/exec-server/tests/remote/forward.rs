@@ -42,8 +42,8 @@ async fn assert_forwards(deployment: &Deployment, environment: &str, forwarder: 
     assert_eq!(forwarder.end(Signal::TERM).await, Some(0));
     let mut closed = first.closed();
     let closed = closed.wait_for(Option::is_some);
-    let patience = exec_server_testkit::proc::PATIENCE;
-    tokio::time::timeout(patience, closed)
+    let timeout = exec_server_testkit::proc::TIMEOUT;
+    tokio::time::timeout(timeout, closed)
         .await
         .unwrap()
         .unwrap();

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Stdio;
 
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::TIMEOUT;
 use tokio::net::TcpListener;
 use tokio::process::Command;
 use tokio::time::timeout;
@@ -84,7 +84,7 @@ async fn guide_for_three_machines_works_as_printed() {
         .find_map(|line| line.strip_prefix("key: "));
     let fingerprint = fingerprint.expect("the executor prints its key");
     let used = shell(&home("yours"), client, pin).output();
-    let used = timeout(PATIENCE, used).await.unwrap().unwrap();
+    let used = timeout(TIMEOUT, used).await.unwrap().unwrap();
     let stderr = String::from_utf8_lossy(&used.stderr);
     assert!(used.status.success(), "{stderr}");
     let stdout = String::from_utf8_lossy(&used.stdout);

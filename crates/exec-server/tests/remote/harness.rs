@@ -8,7 +8,7 @@ use exec_server::{
     ExecBackend as _, ExecProcessEvent, ExecServer, ExecServerClient, ExecServerConfig,
     ExecServerError, SessionLifetime,
 };
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::TIMEOUT;
 use exec_server_transport::frame::WebsocketRole;
 use exec_server_transport::http::{HeadKind, accept_key, read_head};
 use rustix::process::Signal;
@@ -25,7 +25,7 @@ use super::{collect, lines, sh};
 /// Reads the output of a process up to this length.
 async fn read(events: &mut exec_server::ExecProcessEvents, output: &mut Vec<u8>, length: usize) {
     while output.len() < length {
-        match timeout(PATIENCE, events.recv()).await.unwrap() {
+        match timeout(TIMEOUT, events.recv()).await.unwrap() {
             Some(ExecProcessEvent::Output { chunk, .. }) => output.extend_from_slice(&chunk),
             Some(ExecProcessEvent::Failed(failure)) => panic!("{failure}"),
             Some(ExecProcessEvent::Gap { bytes, .. }) => panic!("{bytes:?} bytes were lost"),
@@ -37,7 +37,7 @@ async fn read(events: &mut exec_server::ExecProcessEvents, output: &mut Vec<u8>,
 
 async fn exit_code(events: &mut exec_server::ExecProcessEvents) -> i64 {
     loop {
-        match timeout(PATIENCE, events.recv()).await.unwrap().unwrap() {
+        match timeout(TIMEOUT, events.recv()).await.unwrap().unwrap() {
             ExecProcessEvent::Exited { exit, .. } => return exit.exit_code.into(),
             ExecProcessEvent::Failed(failure) => panic!("{failure}"),
             _ => {}
@@ -157,7 +157,7 @@ async fn restarted_rendezvous_server_loses_no_output() {
         }
         deployment.open().await;
         for write in writes {
-            timeout(PATIENCE, write).await.unwrap().unwrap().unwrap();
+            timeout(TIMEOUT, write).await.unwrap().unwrap().unwrap();
         }
         let wanted = if round == 1 {
             2 * block.len()
@@ -209,7 +209,7 @@ async fn restarted_executor_is_recognized_by_its_key() {
             }
         }
     };
-    timeout(PATIENCE, over).await.unwrap();
+    timeout(TIMEOUT, over).await.unwrap();
     let _executor = deployment.attached("box").await;
     let client = ExecServerClient::connect_registry(args).await.unwrap();
     assert_eq!(collect(&client, "p", "echo in").await.0, b"in\n");

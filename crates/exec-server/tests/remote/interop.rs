@@ -8,7 +8,7 @@ use exec_server::registry::{RegistryAuth, RegistryConnectArgs};
 use exec_server::{ExecBackend as _, ExecProcessEvent, ExecServerClient};
 use exec_server_testkit::codex::{self, CodexHome, CodexRegistry};
 use exec_server_testkit::interop;
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::TIMEOUT;
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::time::timeout;
@@ -78,7 +78,7 @@ async fn our_client_on_the_real_executor_survives_a_disconnect() {
     let process = real.client.start(sh("p", script)).await.unwrap().process;
     let mut events = process.events().unwrap();
     let (mut output, mut code, mut cut) = (Vec::new(), None, 0);
-    while let Some(event) = timeout(PATIENCE, events.recv()).await.unwrap() {
+    while let Some(event) = timeout(TIMEOUT, events.recv()).await.unwrap() {
         match event {
             ExecProcessEvent::Output { chunk, .. } => output.extend_from_slice(&chunk),
             ExecProcessEvent::Exited { exit, .. } => code = Some(exit.exit_code),

@@ -9,7 +9,7 @@ use std::time::Duration;
 use exec_server::ExecBackend as _;
 use exec_server_testkit::fake_registry::FakeRegistry;
 use exec_server_testkit::http;
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::TIMEOUT;
 use rustix::process::Signal;
 use tokio::process::{Child, Command};
 use tokio::time::{Instant, timeout};
@@ -103,7 +103,7 @@ pub(super) async fn play(case: Case, expected: Outcome, start: &(dyn Fn(&str) ->
     }
     let began = Instant::now();
     if expected == Outcome::Exits {
-        let status = timeout(PATIENCE, child.wait()).await;
+        let status = timeout(TIMEOUT, child.wait()).await;
         let status = status.unwrap_or_else(|_| panic!("{case:?}: it runs: {:#?}", registry.seen()));
         assert_eq!(status.unwrap().code(), Some(1), "{case:?}");
         let took = began.elapsed();
@@ -161,7 +161,7 @@ async fn deleted_environment_is_reported_with_the_answer_of_the_registry() {
     let registry = FakeRegistry::start().await;
     let mut running = RunningProgram::start(hosted(home.path(), &registry.url())).await;
     registry.delete(404, 404);
-    let ended = timeout(PATIENCE, running.child.wait()).await.unwrap();
+    let ended = timeout(TIMEOUT, running.child.wait()).await.unwrap();
     assert_eq!(ended.unwrap().code(), Some(1));
     let stderr = running.stderr();
     assert!(
@@ -276,19 +276,19 @@ async fn lifecycle_requests_suspend_resume_and_end_the_executor() {
 
     assert_eq!(ask("POST", "/suspend").await, 200);
     let offline = async { while ask("GET", "/ready").await != 503 {} };
-    timeout(PATIENCE, offline).await.unwrap();
+    timeout(TIMEOUT, offline).await.unwrap();
     assert_eq!(ask("POST", "/resume").await, 200);
     let online = async { while ask("GET", "/ready").await != 200 {} };
-    timeout(PATIENCE, online).await.unwrap();
+    timeout(TIMEOUT, online).await.unwrap();
     // The session and its process have survived.
     process.write("in\n".into()).await.unwrap();
-    let output = timeout(PATIENCE, process.output(Default::default())).await;
+    let output = timeout(TIMEOUT, process.output(Default::default())).await;
     assert_eq!(output.unwrap().unwrap().stdout, b"got in\n");
 
     assert_eq!(ask("GET", "/suspend").await, 405);
     assert_eq!(ask("POST", "/other").await, 404);
     assert_eq!(ask("POST", "/terminate").await, 200);
-    let ended = timeout(PATIENCE, running.child.wait()).await.unwrap();
+    let ended = timeout(TIMEOUT, running.child.wait()).await.unwrap();
     assert_eq!(ended.unwrap().code(), Some(0));
 }
 
@@ -365,10 +365,10 @@ async fn executor_as_the_first_process_reaps_orphans_and_exits_with_0_on_sigterm
             }
         }
     };
-    timeout(PATIENCE, reaped).await.unwrap();
+    timeout(TIMEOUT, reaped).await.unwrap();
     let first = child_of(&running.child);
     rustix::process::kill_process(first, Signal::TERM).unwrap();
-    let ended = timeout(PATIENCE, running.child.wait()).await.unwrap();
+    let ended = timeout(TIMEOUT, running.child.wait()).await.unwrap();
     assert_eq!(ended.unwrap().code(), Some(0));
 }
 

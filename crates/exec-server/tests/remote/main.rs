@@ -4,7 +4,7 @@
 
 use exec_server::protocol::process::StartParams;
 use exec_server::{CollectOptions, ExecBackend as _, ExecServerClient};
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::TIMEOUT;
 use tokio::time::timeout;
 
 mod executor;
@@ -45,6 +45,6 @@ fn lines(count: usize) -> Vec<u8> {
 async fn collect(client: &ExecServerClient, id: &str, script: &str) -> (Vec<u8>, i64) {
     let started = client.start(sh(id, script)).await.unwrap();
     let output = started.process.output(CollectOptions::default());
-    let output = timeout(PATIENCE, output).await.unwrap().unwrap();
+    let output = timeout(TIMEOUT, output).await.unwrap().unwrap();
     (output.stdout, output.exit.unwrap().exit_code.into())
 }

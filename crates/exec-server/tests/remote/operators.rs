@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use exec_server::{ExecBackend as _, ExecProcessEvent};
 use exec_server_testkit::http;
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::TIMEOUT;
 use serde_json::{Value, json};
 use tokio::process::Command;
 use tokio::time::timeout;
@@ -117,7 +117,7 @@ async fn fleet_revokes_a_harness_and_lifts_the_revocation() {
     let client = deployment.connect("box").await;
     let started = client.start(sh("p", "echo up; cat")).await.unwrap();
     let mut events = started.process.events().unwrap();
-    let first = timeout(PATIENCE, events.recv()).await.unwrap();
+    let first = timeout(TIMEOUT, events.recv()).await.unwrap();
     assert!(
         matches!(first, Some(ExecProcessEvent::Output { .. })),
         "{first:?}"
@@ -171,7 +171,7 @@ async fn fleet_drain_ends_the_node() {
     let name = nodes["nodes"][0]["name"].as_str().unwrap().to_owned();
     let drained = deployment.ask_fleet(&["drain", &name]).await;
     assert_eq!(drained, json!({ "draining": name }));
-    let ended = timeout(PATIENCE, deployment.running().child.wait()).await;
+    let ended = timeout(TIMEOUT, deployment.running().child.wait()).await;
     assert!(ended.unwrap().unwrap().success());
 }
 

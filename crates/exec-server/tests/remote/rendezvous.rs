@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-use super::rendezvous_server::{self, PATIENCE, RendezvousProcess, program};
+use super::rendezvous_server::{self, TIMEOUT, RendezvousProcess, program};
 
 fn key(seed: u8) -> PublicKey {
     PublicKey::new([seed; 32], &[seed; MLKEM768_BYTES]).unwrap()
@@ -60,7 +60,7 @@ async fn reset(link: &mut Link) -> (String, String) {
             }
         }
     };
-    timeout(PATIENCE, wait).await.unwrap()
+    timeout(TIMEOUT, wait).await.unwrap()
 }
 
 fn mode(path: &Path) -> u32 {
@@ -166,7 +166,7 @@ async fn tokens_can_be_added_and_removed_at_runtime() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
-    let answer = timeout(PATIENCE, known).await.unwrap();
+    let answer = timeout(TIMEOUT, known).await.unwrap();
     assert_eq!(ask("other").await.0, 403);
     let mut harness = dial(&answer["url"]).await;
     let hello = Transmit::resume("s", Acks::default(), 0);
@@ -441,7 +441,7 @@ async fn open(server: &RendezvousProcess, environment: &'static str, seed: u8) -
             link.map_err(RelayDialError::passing)
         }
     };
-    timeout(PATIENCE, relay::open(config, dial))
+    timeout(TIMEOUT, relay::open(config, dial))
         .await
         .unwrap()
         .unwrap()
@@ -452,7 +452,7 @@ async fn bounce(stream: &mut RelayStream, message: &[u8]) {
     let outgoing = &mut stream.link.outgoing;
     outgoing.push_message(message.len(), |out| out.extend_from_slice(message));
     outgoing.flush().await.unwrap();
-    let back = timeout(PATIENCE, stream.link.incoming.recv_raw()).await;
+    let back = timeout(TIMEOUT, stream.link.incoming.recv_raw()).await;
     let Some(RawEvent::Message { bytes, .. }) = back.unwrap().unwrap() else {
         panic!("a message");
     };

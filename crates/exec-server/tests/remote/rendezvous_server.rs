@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-pub(crate) use exec_server_testkit::proc::PATIENCE;
+pub(crate) use exec_server_testkit::proc::TIMEOUT;
 pub(crate) use exec_server_testkit::rendezvous::RendezvousProcess;
 use tokio::process::Command;
 

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use exec_server::ExecServerClient;
 use exec_server::registry::{RegistryAuth, RegistryConnectArgs};
 use exec_server_testkit::http;
-use exec_server_testkit::proc::{self, PATIENCE};
+use exec_server_testkit::proc::{self, TIMEOUT};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt as _, BufReader};
@@ -32,7 +32,7 @@ pub(super) fn program(home: &Path) -> Command {
 
 /// Runs a program until it exits without a signal.
 pub(super) async fn finished(mut command: Command) -> Output {
-    timeout(PATIENCE, command.output())
+    timeout(TIMEOUT, command.output())
         .await
         .expect("the program to end by itself")
         .unwrap()
@@ -54,7 +54,7 @@ impl RunningProgram {
         let file = std::fs::File::create(&stderr).unwrap();
         let mut child = command.stdout(Stdio::piped()).stderr(file).spawn().unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let line = timeout(PATIENCE, lines.next_line()).await;
+        let line = timeout(TIMEOUT, lines.next_line()).await;
         let line = line.ok().and_then(Result::ok).flatten().unwrap_or_else(|| {
             let text = std::fs::read_to_string(&stderr).unwrap();
             panic!("{command:?} printed nothing; its stderr:\n{text}")
@@ -89,7 +89,7 @@ impl RunningProgram {
     /// Signals the program and waits for its end; returns its exit code.
     pub(super) async fn end(mut self, signal: Signal) -> Option<i32> {
         self.signal(signal);
-        let ended = timeout(PATIENCE, self.child.wait()).await;
+        let ended = timeout(TIMEOUT, self.child.wait()).await;
         ended.expect("the program to end").unwrap().code()
     }
 }
@@ -184,7 +184,7 @@ impl Deployment {
                     tokio::time::sleep(std::time::Duration::from_millis(100)).await;
                 }
             };
-            timeout(PATIENCE, known).await.unwrap();
+            timeout(TIMEOUT, known).await.unwrap();
         }
         file
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server::registry::RegistryAuth;
 use exec_server::{ExecBackend as _, ExecProcessEvent, ExecServerClient};
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::TIMEOUT;
 use exec_server_testkit::site::HttpSite;
 use ring::rand::SystemRandom;
 use ring::signature::{Ed25519KeyPair, KeyPair as _};
@@ -95,7 +95,7 @@ async fn token_removed_from_the_file_ends_streams_within_a_second() {
         .start(sh("p", "while :; do echo x; sleep 0.01; done"))
         .await;
     let mut events = started.unwrap().process.events().unwrap();
-    let first = timeout(PATIENCE, events.recv()).await.unwrap();
+    let first = timeout(TIMEOUT, events.recv()).await.unwrap();
     assert!(
         matches!(first, Some(ExecProcessEvent::Output { .. })),
         "{first:?}"
@@ -117,7 +117,7 @@ async fn token_removed_from_the_file_ends_streams_within_a_second() {
             }
         }
     };
-    timeout(PATIENCE, gone).await.unwrap();
+    timeout(TIMEOUT, gone).await.unwrap();
     // The limit includes the interval at which the file is read.
     assert!(
         began.elapsed() < Duration::from_secs(2),
@@ -156,7 +156,7 @@ async fn quotas_are_reloaded_and_named_when_reached() {
             }
         }
     };
-    let (_more, line) = timeout(PATIENCE, more).await.unwrap();
+    let (_more, line) = timeout(TIMEOUT, more).await.unwrap();
     assert!(line.starts_with("registry://"), "{line}");
     let client = deployment.connect("box").await;
     let output = finished(deployment.harness("more", &["run", "--", "true"])).await;
@@ -296,7 +296,7 @@ async fn tokens_of_an_issuer_are_accepted_for_executors_and_harnesses() {
             }
         }
     };
-    let printed = timeout(PATIENCE, rotated).await.unwrap();
+    let printed = timeout(TIMEOUT, rotated).await.unwrap();
     assert_eq!(printed, b"rotated\n");
 }
 

@@ -147,7 +147,7 @@ async fn daemon_in_use_is_kept_by_a_newer_build() {
     assert!(kept.contains("in use"), "{out}");
     assert_eq!(directory.state()["pid"], first);
     drop(stdin);
-    tokio::time::timeout(proc::PATIENCE, busy.wait())
+    tokio::time::timeout(proc::TIMEOUT, busy.wait())
         .await
         .unwrap()
         .unwrap();

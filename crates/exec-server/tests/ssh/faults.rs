@@ -173,7 +173,7 @@ async fn command_survives_the_end_of_its_ssh_process() {
             assert_eq!(fixture.daemon_pid(), daemon);
             reading.await.unwrap()
         };
-        let out = tokio::time::timeout(proc::PATIENCE, work).await.unwrap();
+        let out = tokio::time::timeout(proc::TIMEOUT, work).await.unwrap();
         let all: String = (1..=200_000).map(|n| format!("{n}\n")).collect();
         assert!(out == all, "{} bytes of {}", out.len(), all.len());
     }

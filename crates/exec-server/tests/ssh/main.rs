@@ -126,7 +126,7 @@ async fn output_of(mut command: Command, input: &[u8]) -> Output {
         // A command that reads no input may have ended already.
         let _ = stdin.write_all(&input).await;
     });
-    let output = tokio::time::timeout(proc::PATIENCE, child.wait_with_output());
+    let output = tokio::time::timeout(proc::TIMEOUT, child.wait_with_output());
     let output = output.await.expect("the program to end").unwrap();
     feeding.abort();
     output

@@ -153,7 +153,7 @@ async fn watch_prints_local_paths() {
         fs::write(remote.join("sub/new"), "x").unwrap();
         out.next_line().await.unwrap().unwrap()
     };
-    let line = tokio::time::timeout(proc::PATIENCE, reported)
+    let line = tokio::time::timeout(proc::TIMEOUT, reported)
         .await
         .unwrap();
     assert_eq!(

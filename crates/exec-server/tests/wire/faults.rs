@@ -1,6 +1,6 @@
 //! Clients that violate the protocol and processes that exceed their limits: others are unaffected.
 
-use exec_server_testkit::proc::{self, PATIENCE, all_gone, bearers, marker};
+use exec_server_testkit::proc::{self, TIMEOUT, all_gone, bearers, marker};
 use exec_server_testkit::wire::{StartBuilder, TestedServer, Transport};
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -35,7 +35,7 @@ impl RawWebsocket {
 
     /// Sends bytes unchanged; the server may have closed the connection already.
     async fn send(&mut self, bytes: &[u8]) {
-        let _ = timeout(PATIENCE, self.0.write_all(bytes))
+        let _ = timeout(TIMEOUT, self.0.write_all(bytes))
             .await
             .expect("the server should read the bytes or close the connection");
     }
@@ -44,7 +44,7 @@ impl RawWebsocket {
     async fn hung_up(mut self) -> Vec<u8> {
         let mut rest = Vec::new();
         // A reset counts as the end, too.
-        let _ = timeout(PATIENCE, self.0.read_to_end(&mut rest))
+        let _ = timeout(TIMEOUT, self.0.read_to_end(&mut rest))
             .await
             .expect("the server should close the connection");
         rest
@@ -200,8 +200,8 @@ async fn stdio_server_exits_on_an_oversized_or_invalid_line() {
             .unwrap();
         let mut stdin = child.stdin.take().unwrap();
         // The server may end before it has read everything.
-        let _ = timeout(PATIENCE, stdin.write_all(&text)).await.unwrap();
-        let output = timeout(PATIENCE, child.wait_with_output())
+        let _ = timeout(TIMEOUT, stdin.write_all(&text)).await.unwrap();
+        let output = timeout(TIMEOUT, child.wait_with_output())
             .await
             .unwrap()
             .unwrap();

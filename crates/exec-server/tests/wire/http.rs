@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use exec_server_testkit::proc::{PATIENCE, eventually};
+use exec_server_testkit::proc::{TIMEOUT, eventually};
 use exec_server_testkit::site::{HttpSite, answer, say};
 use exec_server_testkit::wire::{ErrorReply, TestedServer, Transport, WireClient, bytes};
 use serde_json::{Value, json};
@@ -423,7 +423,7 @@ async fn endless() -> (HttpSite, Arc<Semaphore>) {
 
 /// Waits until one more reader has disconnected.
 async fn one_left(left: &Semaphore) {
-    let one = timeout(PATIENCE, left.acquire()).await.unwrap();
+    let one = timeout(TIMEOUT, left.acquire()).await.unwrap();
     one.unwrap().forget();
 }
 
@@ -791,7 +791,7 @@ async fn server_does_not_start_with_an_invalid_http_rule() {
         "--set",
         r#"http.deny=["not a rule"]"#,
     ]);
-    let output = timeout(PATIENCE, command.output()).await.unwrap().unwrap();
+    let output = timeout(TIMEOUT, command.output()).await.unwrap().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(
         !output.status.success() && stderr.contains("`not a rule`"),
@@ -828,7 +828,7 @@ async fn slow_client_applies_backpressure_to_the_site() {
     .await;
     let params = with(get(&site.url("/")), "streamResponse", true);
     client.send("http/request", params).await;
-    timeout(PATIENCE, stuck.notified()).await.unwrap();
+    timeout(TIMEOUT, stuck.notified()).await.unwrap();
     let sent = sent.load(std::sync::atomic::Ordering::Relaxed);
     assert!(
         sent < 64 << 20,

@@ -14,7 +14,7 @@ use crate::{program, served};
 /// Runs the server with these arguments until it ends by itself.
 async fn output(args: &[&str]) -> Output {
     let run = program().args(args).kill_on_drop(true).output();
-    tokio::time::timeout(proc::PATIENCE, run)
+    tokio::time::timeout(proc::TIMEOUT, run)
         .await
         .expect("the server should exit without a signal")
         .unwrap()
@@ -135,7 +135,7 @@ pub(crate) async fn http(url: &str, request: &str) -> String {
     stream.write_all(request.as_bytes()).await.unwrap();
     let mut answer = String::new();
     let read = stream.read_to_string(&mut answer);
-    tokio::time::timeout(proc::PATIENCE, read)
+    tokio::time::timeout(proc::TIMEOUT, read)
         .await
         .expect("a response and the end of the connection")
         .unwrap();

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use exec_server_testkit::proc::{self, PATIENCE, eventually};
+use exec_server_testkit::proc::{self, TIMEOUT, eventually};
 use exec_server_testkit::wire::{StartBuilder, TestedServer, Transport, WireClient};
 use exec_server_transport::{ConnectOptions, Link, connect};
 use serde_json::{Value, json};
@@ -178,7 +178,7 @@ async fn hostile_peers_neither_end_nor_slow_down_a_server_under_a_limit_of_memor
         let written = json!({"path": large.uri("written"), "dataBase64": "A".repeat(1_300_000)});
         assert_eq!(late.ok("fs/writeFile", written).await, json!({}));
     };
-    tokio::time::timeout(PATIENCE, all)
+    tokio::time::timeout(TIMEOUT, all)
         .await
         .expect("room for others");
     let seen = client.run(StartBuilder::sh("last", "exit 7")).await;

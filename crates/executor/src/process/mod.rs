@@ -39,7 +39,7 @@ const LARGE_PIPE_BYTES: usize = 1 << 20;
 
 /// How long to wait for a killed tree to end before the remaining processes are reported as
 /// survivors.
-const KILL_PATIENCE: Duration = Duration::from_secs(5);
+const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A started process; cheap to clone.
 #[derive(Debug, Clone)]
@@ -435,7 +435,7 @@ impl Process {
         if running && members.is_empty() {
             // The tree has ended, so the supervisor is about to detect the exit of its leader.
             let exited = self.wait_for(|log| log.exit().map(|_| ()));
-            let _ = tokio::time::timeout(KILL_PATIENCE, exited).await;
+            let _ = tokio::time::timeout(KILL_TIMEOUT, exited).await;
         }
         let left: Vec<Pid> = members.into_iter().chain(unattributed_orphans).collect();
         if left.is_empty() {
@@ -535,7 +535,7 @@ impl ProcessShared {
                 TerminationMethod::Now => None,
                 TerminationMethod::Within(grace) => Some(grace),
             },
-            patience: KILL_PATIENCE,
+            timeout: KILL_TIMEOUT,
             groups: vec![self.group()],
         }
     }
@@ -578,7 +578,7 @@ pub async fn end_all(processes: &[Process], grace: Duration) {
     }
     let how = TreeTermination {
         grace: (!grace.is_zero()).then_some(grace),
-        patience: KILL_PATIENCE,
+        timeout: KILL_TIMEOUT,
         groups: processes.iter().map(|one| one.shared.group()).collect(),
     };
     let trees = Trees::of(processes.iter().map(|process| &process.shared.leader));

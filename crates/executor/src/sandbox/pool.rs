@@ -43,7 +43,7 @@ const IDLE: Duration = Duration::from_secs(30);
 const SWEEP: Duration = Duration::from_millis(500);
 
 /// Interval at which a waiting request checks whether it was cancelled.
-const PATIENCE: Duration = Duration::from_millis(100);
+const TIMEOUT: Duration = Duration::from_millis(100);
 
 /// How long to poll for a response before sleeping: a wake-up takes as long if it also has to wake
 /// a sleeping core.
@@ -169,8 +169,8 @@ impl Drop for Helper {
 }
 
 /// Waits until a descriptor is ready; returns false on timeout.
-fn ready(fd: BorrowedFd<'_>, what: PollFlags, patience: Duration) -> bool {
-    let until = Instant::now() + patience;
+fn ready(fd: BorrowedFd<'_>, what: PollFlags, timeout: Duration) -> bool {
+    let until = Instant::now() + timeout;
     loop {
         let left = until.saturating_duration_since(Instant::now());
         let mut fds = [PollFd::from_borrowed_fd(fd, what)];
@@ -226,7 +226,7 @@ impl Helper {
             return Err(FsError::Helper("it has ended".to_owned()));
         };
         helper::send(socket, request, tail, descriptors).map_err(failed)?;
-        while !ready(socket.as_fd(), PollFlags::IN, PATIENCE) {
+        while !ready(socket.as_fd(), PollFlags::IN, TIMEOUT) {
             if cancelled() {
                 return Err(FsError::Cancelled);
             }
@@ -365,7 +365,7 @@ impl HelperPool {
             }
             let changed = &self.shared.changed;
             state.waiting += 1;
-            (state, _) = changed.wait_timeout(state, PATIENCE);
+            (state, _) = changed.wait_timeout(state, TIMEOUT);
             state.waiting -= 1;
             if cancelled() {
                 return Err(FsError::Cancelled);

@@ -415,11 +415,11 @@ impl Registry {
         let mut url = url;
         loop {
             // Use a short time limit while there is another address to try.
-            let patience = match rest.peek() {
+            let timeout = match rest.peek() {
                 Some(_) => timeout.min(HURRY),
                 None => timeout,
             };
-            let outcome = self.dial(url, patience).await;
+            let outcome = self.dial(url, timeout).await;
             let void = matches!(
                 outcome,
                 Err(ConnectError::Refused {

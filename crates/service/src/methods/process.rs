@@ -114,10 +114,10 @@ fn complete_start(
     };
     // Runs after the response to the request, because no notification about the process may precede
     // it.
-    let patience = started.decision_timeout().unwrap_or_default();
+    let timeout = started.decision_timeout().unwrap_or_default();
     let served = started.serve(|| {
         Arc::new(ClientPolicyDecider {
-            patience,
+            timeout,
             server: server.clone(),
             session: Arc::clone(&session),
             identity: record.identity().clone(),

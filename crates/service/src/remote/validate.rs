@@ -13,10 +13,10 @@ const MAX_REMEMBERED: usize = 1024;
 
 /// How long the registry is called, with retries while it is unavailable: less than the ten seconds
 /// that a harness waits.
-const PATIENCE: Duration = Duration::from_secs(7);
+const TIMEOUT: Duration = Duration::from_secs(7);
 
 /// The same timeout for a harness that is admitted even if the registry does not respond.
-const SHORT_PATIENCE: Duration = Duration::from_secs(2);
+const SHORT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Delay before the first retry; it doubles with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -68,9 +68,9 @@ impl Validator {
             return Ok(());
         }
         let trusted = age.is_some_and(|age| age < self.policy.grace);
-        let patience = if trusted { SHORT_PATIENCE } else { PATIENCE };
+        let timeout = if trusted { SHORT_TIMEOUT } else { TIMEOUT };
         let asking = self.ask(ask, registration_id, !trusted);
-        let reason = match tokio::time::timeout(patience, asking).await {
+        let reason = match tokio::time::timeout(timeout, asking).await {
             Ok(Ok(true)) => {
                 self.approved
                     .lock()

@@ -17,7 +17,7 @@ const FIRST: RawFd = 3;
 
 /// Time after which a launch does without reserved numbers: another launch may be blocked by a file
 /// system that does not answer, and so may all of them.
-const PATIENCE: Duration = Duration::from_millis(20);
+const TIMEOUT: Duration = Duration::from_millis(20);
 
 /// All reserved numbers of this process.
 struct Pool {
@@ -70,7 +70,7 @@ impl LowStreams {
         let pool = Pool::get()?;
         let (mut free, _) = pool
             .returned
-            .wait_timeout_while(pool.free(), PATIENCE, |free| free.is_empty())
+            .wait_timeout_while(pool.free(), TIMEOUT, |free| free.is_empty())
             .unwrap_or_else(PoisonError::into_inner);
         let numbers = free.pop()?;
         drop(free);

@@ -26,7 +26,7 @@ use super::{OUR_FAILURE, TIMED_OUT, say};
 pub(super) const STOP_GRACE: Duration = Duration::from_secs(5);
 
 /// How long this program waits for the command after SIGTERM or SIGHUP before it ends itself.
-const STOP_PATIENCE: Duration = Duration::from_millis(200);
+const STOP_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// How long after SIGINT or SIGQUIT another one ends this program.
 const AGAIN: Duration = Duration::from_secs(5);
@@ -353,7 +353,7 @@ impl DrivenCommand {
                     let grace = Some(STOP_GRACE);
                     return Some(RunEnd::Client { code, grace });
                 }
-                self.stop = Some((Instant::now() + STOP_PATIENCE, code));
+                self.stop = Some((Instant::now() + STOP_TIMEOUT, code));
                 let process = Arc::clone(&self.process);
                 // Ends with the answer, or with this program.
                 tokio::spawn(async move { stop(&*process).await });

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use super::*;
 
 /// Timeout of a wait; reached only on failure.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 struct ChannelWaker(mpsc::SyncSender<()>);
 
@@ -72,7 +72,7 @@ impl TestSubscriber {
         let batch = loop {
             match self.subscription.take(&self.waker) {
                 Some(batch) => break batch,
-                None => self.rung.recv_timeout(PATIENCE).unwrap_or_else(|_| {
+                None => self.rung.recv_timeout(TIMEOUT).unwrap_or_else(|_| {
                     let told = &self.told[self.told.len().saturating_sub(20)..];
                     panic!("nothing more was told; at last {told:?}");
                 }),
@@ -410,7 +410,7 @@ fn short_lived_files_in_new_directories_are_reported_as_removed() {
 /// Lets a tree handle events until it has registered these directories.
 fn settles(tree: &mut WatchedTree<DiscardChanges>, dir: &Path, expected: &[&str]) {
     let mut buffer = EventBuffer::new();
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while below(tree, dir) != expected {
         let seen = below(tree, dir);
         assert!(Instant::now() < deadline, "{seen:?}, not {expected:?}");
@@ -513,7 +513,7 @@ fn shared_tree_ends_with_its_last_subscriber() {
     fs::write(dir.path().join("y"), "").unwrap();
     two.until("+y");
     drop(two);
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while shared.strong_count() > 0 {
         assert!(Instant::now() < deadline, "the thread goes on");
         thread::yield_now();
@@ -617,7 +617,7 @@ mod missing {
     async fn fires(watch: MissingPathWait, act: impl FnOnce()) {
         let changed = tokio::spawn(watch.changed());
         act();
-        tokio::time::timeout(PATIENCE, changed)
+        tokio::time::timeout(TIMEOUT, changed)
             .await
             .expect("it to fire")
             .unwrap()
@@ -638,8 +638,8 @@ mod missing {
         let mut waits = Box::pin(watch(&["a/b/c"], Some("there")).unwrap().changed());
         fs::write(at("sibling"), "").unwrap();
         fs::remove_file(at("sibling")).unwrap();
-        let patience = Duration::from_millis(100);
-        assert!(tokio::time::timeout(patience, &mut waits).await.is_err());
+        let timeout = Duration::from_millis(100);
+        assert!(tokio::time::timeout(timeout, &mut waits).await.is_err());
         drop(waits);
         fires(watch(&["a/b/c"], None).unwrap(), || {
             fs::create_dir(at("a")).unwrap()

@@ -125,7 +125,7 @@ struct PendingRename {
 
 /// How long to wait for the second event of a move. The kernel queues both events one directly
 /// after the other.
-const MOVE_PATIENCE: Duration = Duration::from_millis(10);
+const MOVE_TIMEOUT: Duration = Duration::from_millis(10);
 
 /// Time between two attempts to register after a failure.
 const RETRY: Duration = Duration::from_secs(10);
@@ -331,7 +331,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
                 is_dir,
                 ignored,
                 node: moved,
-                until: Instant::now() + MOVE_PATIENCE,
+                until: Instant::now() + MOVE_TIMEOUT,
             });
             return;
         }
