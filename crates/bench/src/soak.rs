@@ -128,10 +128,10 @@ fn watch(
     let period = duration / PERIODS as u32;
     let titles: Vec<&str> = COLUMNS.iter().map(|(name, ..)| *name).collect();
     print(&format!("period  {}", titles.join("  ")))?;
-    let begun = Instant::now();
+    let started_at = Instant::now();
     let mut samples = Vec::with_capacity(PERIODS);
     for number in 1..=PERIODS {
-        while begun.elapsed() < period * number as u32 {
+        while started_at.elapsed() < period * number as u32 {
             if let Some(failure) = work.failure.lock().take() {
                 bail!("{failure}");
             }

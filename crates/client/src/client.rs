@@ -189,14 +189,14 @@ impl ExecServerClient {
         let dialled = dial.dial_with_messages(words).await?;
         let routes = Arc::new(ClientRoutes::default());
         // Registered before anything is read, so that no event of the process is missed.
-        let registration = match dialled.said {
+        let registration = match dialled.first_messages_sent {
             true => Some(routes.register(&params.process_id, 0)?),
             false => None,
         };
         let dial = Some(dial);
         let (client, start) = Self::open_on(routes, dialled, dial, options, None).await?;
-        let said = registration.zip(start);
-        let started = client.start_remote(params, None, said).await;
+        let early_start = registration.zip(start);
+        let started = client.start_remote(params, None, early_start).await;
         Ok((client, started))
     }
 

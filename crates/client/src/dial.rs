@@ -87,7 +87,7 @@ pub struct DialledLink {
     pub(crate) link: Link,
     pub(crate) keep: Option<Box<dyn Any + Send + Sync>>,
     /// Whether the first messages were sent.
-    pub(crate) said: bool,
+    pub(crate) first_messages_sent: bool,
 }
 
 impl DialledLink {
@@ -97,7 +97,7 @@ impl DialledLink {
         Self {
             link,
             keep: Some(Box::new(keep)),
-            said: false,
+            first_messages_sent: false,
         }
     }
 }
@@ -107,7 +107,7 @@ impl From<Link> for DialledLink {
         Self {
             link,
             keep: None,
-            said: false,
+            first_messages_sent: false,
         }
     }
 }

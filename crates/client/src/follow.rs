@@ -157,8 +157,10 @@ impl OutputReader {
                     make_endings = false;
                     if !moved && self.route.hole().is_some() {
                         // Only an exit or close is missing, and its notification is expected soon.
-                        let news = self.route.progress(after);
-                        make_endings = tokio::time::timeout(self.repair_delay, news).await.is_err();
+                        let progress = self.route.progress(after);
+                        make_endings = tokio::time::timeout(self.repair_delay, progress)
+                            .await
+                            .is_err();
                     }
                 }
                 Err(error) if may_pass(&error) => {

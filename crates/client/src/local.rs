@@ -249,7 +249,7 @@ impl LocalProcess {
         if let Some(result) = requests::read_now(&self.process, after_seq, max_bytes, wait) {
             return result;
         }
-        requests::news(&self.process, after_seq, wait).await;
+        requests::wait_for_new_data(&self.process, after_seq, wait).await;
         requests::read(&self.process, after_seq, max_bytes)
     }
 }

@@ -80,10 +80,10 @@ impl ExecServerClient {
         &self,
         mut params: StartParams,
         decider: Option<(Arc<dyn NetworkPolicyDecider>, Duration)>,
-        said: Option<(RouteRegistration, FirstCall)>,
+        early_start: Option<(RouteRegistration, FirstCall)>,
     ) -> Result<StartedProcess, ExecServerError> {
-        let (registration, said) = match said {
-            Some((registration, said)) => (registration, Some(said)),
+        let (registration, early_start) = match early_start {
+            Some((registration, early_start)) => (registration, Some(early_start)),
             None => (self.inner.routes.register(&params.process_id, 0)?, None),
         };
         if let Some(decider) = decider {
@@ -110,8 +110,8 @@ impl ExecServerClient {
             let repeat = params.start_id.is_some();
             let caller = &client.inner.caller;
             let result = async {
-                if let Some(said) = said {
-                    match caller.first_answer::<Start>(said).await {
+                if let Some(early_start) = early_start {
+                    match caller.first_answer::<Start>(early_start).await {
                         // Sent again below, with the same start id.
                         Err(ExecServerError::Interrupted { .. }) if repeat => {}
                         answer => return answer,
@@ -601,10 +601,10 @@ impl RemoteShared {
         timeout: Option<Duration>,
     ) -> Result<WaitResult, ExecServerError> {
         let mut status = self.route().status();
-        let news = status.wait_for(|status| is_over(status, until) || status.failure.is_some());
+        let finished = status.wait_for(|status| is_over(status, until) || status.failure.is_some());
         match timeout {
-            Some(timeout) => drop(tokio::time::timeout(timeout, news).await),
-            None => drop(news.await),
+            Some(timeout) => drop(tokio::time::timeout(timeout, finished).await),
+            None => drop(finished.await),
         }
         let status = self.route().status().borrow().clone();
         let over = is_over(&status, until);

@@ -196,7 +196,7 @@ impl Handler for NotificationDispatch {
             }
         };
         let route = self.0.find(&params.process_id);
-        let (Some(route), Ok(place), true) = (
+        let (Some(route), Ok(permit), true) = (
             route,
             Arc::clone(&self.0.questions).try_acquire_owned(),
             network::has_valid_host(&params.request),
@@ -205,7 +205,7 @@ impl Handler for NotificationDispatch {
         };
         Some(Box::pin(async move {
             let decision = route.decide(params.request).await;
-            drop(place);
+            drop(permit);
             Ok(json!(PolicyRequestResult { decision }))
         }))
     }
@@ -475,14 +475,14 @@ impl ProcessRoute {
         .await;
     }
 
-    async fn until(&self, news: &Notify, holds: impl Fn(&Inbox) -> bool) {
+    async fn until(&self, notify: &Notify, holds: impl Fn(&Inbox) -> bool) {
         loop {
             // Created before the check, so that no notification in between is missed.
-            let news = news.notified();
+            let notify = notify.notified();
             if holds(&self.inbox.lock()) {
                 return;
             }
-            news.await;
+            notify.await;
         }
     }
 

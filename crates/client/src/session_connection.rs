@@ -282,18 +282,21 @@ pub(crate) fn handshake_messages(
     let params = initialize(resumed.as_ref(), options);
     let (mut request, mut notice) = (Vec::new(), Vec::new());
     let id = RequestId::Number(FIRST_CALL);
-    let asked = envelope::encode_request(&mut request, &id, Initialize::NAME, &params);
-    let told = envelope::encode_notification(&mut notice, Initialized::NAME, &Empty {});
+    let encoded_request = envelope::encode_request(&mut request, &id, Initialize::NAME, &params);
+    let encoded_notice = envelope::encode_notification(&mut notice, Initialized::NAME, &Empty {});
     debug_assert!(
-        asked.is_ok() && told.is_ok(),
+        encoded_request.is_ok() && encoded_notice.is_ok(),
         "texts and numbers always serialise"
     );
     let mut messages = vec![request, notice];
     if let Some(params) = start {
         let mut request = Vec::new();
         let id = RequestId::Number(FIRST_CALL + 1);
-        let asked = envelope::encode_request(&mut request, &id, Start::NAME, params);
-        debug_assert!(asked.is_ok(), "texts and numbers always serialise");
+        let encoded_request = envelope::encode_request(&mut request, &id, Start::NAME, params);
+        debug_assert!(
+            encoded_request.is_ok(),
+            "texts and numbers always serialise"
+        );
         messages.push(request);
     }
     InitialMessages {
@@ -320,9 +323,13 @@ async fn perform_handshake(
     options: &ExecServerClientConnectOptions,
     routes: &Arc<ClientRoutes>,
 ) -> Result<(SessionConnection, InitializeResponse, Option<FirstCall>), ExecServerError> {
-    let DialledLink { link, keep, said } = dialled;
+    let DialledLink {
+        link,
+        keep,
+        first_messages_sent,
+    } = dialled;
     let handler = NotificationDispatch(Arc::clone(routes));
-    let calls = if said { calls } else { 0 };
+    let calls = if first_messages_sent { calls } else { 0 };
     let (peer, first) = Peer::after_calls(link, options.keepalive, handler, calls);
     let mut first = first.into_iter();
     let handshake_messages = async {

@@ -68,7 +68,7 @@ impl fmt::Display for ConnectionState {
 #[derive(Debug, Clone)]
 pub struct ConnectionStates {
     states: watch::Receiver<ConnectionState>,
-    told: LastReported,
+    last_reported: LastReported,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,19 +82,19 @@ impl ConnectionStates {
     pub(crate) fn new(states: watch::Receiver<ConnectionState>) -> Self {
         Self {
             states,
-            told: LastReported::Nothing,
+            last_reported: LastReported::Nothing,
         }
     }
 
     /// Returns the next state; `None` after a failure, or when the client was dropped. Cancel safe.
     pub async fn recv(&mut self) -> Option<ConnectionState> {
-        match self.told {
+        match self.last_reported {
             LastReported::Nothing => {}
             LastReported::Something => self.states.changed().await.ok()?,
             LastReported::Failure => return None,
         }
         let state = self.states.borrow_and_update().clone();
-        self.told = match state.is_failed() {
+        self.last_reported = match state.is_failed() {
             true => LastReported::Failure,
             false => LastReported::Something,
         };

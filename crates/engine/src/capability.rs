@@ -218,12 +218,14 @@ struct CapabilitySearch<'a> {
 impl CapabilitySearch<'_> {
     fn run(mut self) -> Result<(), String> {
         let uri = self.found.path.clone();
-        let look = GetMetadataParams {
+        let metadata_params = GetMetadataParams {
             path: uri.clone(),
             follow_symlinks: true,
             sandbox: None,
         };
-        let inspected = self.files.ask::<GetMetadata>(look, self.cancelled);
+        let inspected = self
+            .files
+            .ask::<GetMetadata>(metadata_params, self.cancelled);
         let metadata = inspected.map_err(|error| {
             format!(
                 "failed to inspect capability root {uri}: {}",

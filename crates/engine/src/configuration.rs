@@ -130,10 +130,10 @@ impl ConfigFiles {
         stack.mark();
         let user = stack.add("user", &self.home.join(&self.config))?;
         for directory in self.trusted(cwd, user.as_ref()) {
-            let place = directory.join(&self.project_directory);
+            let position = directory.join(&self.project_directory);
             // The user's own directory may also be a project directory: it is read only once.
-            if place != self.home {
-                stack.add("project", &place.join(&self.config))?;
+            if position != self.home {
+                stack.add("project", &position.join(&self.config))?;
             }
         }
         stack.add("managed", &self.system.join(&self.managed))?;
@@ -231,10 +231,10 @@ pub enum ConfigError {
     #[error("{path}: not a regular file", path = .0.display())]
     NotAFile(PathBuf),
     /// The file is not valid TOML.
-    #[error("{place}: {reason}")]
+    #[error("{position}: {reason}")]
     Syntax {
         /// Position of the error.
-        place: FilePosition,
+        position: FilePosition,
         /// The parser's message.
         reason: String,
     },
@@ -352,13 +352,13 @@ fn read(path: &Path) -> Result<Option<Table>, ConfigError> {
             let good = error.utf8_error().valid_up_to();
             let text = String::from_utf8_lossy(&error.as_bytes()[..good]).into_owned();
             return Err(ConfigError::Syntax {
-                place: FilePosition::at(path, &text, good),
+                position: FilePosition::at(path, &text, good),
                 reason: "not UTF-8".to_owned(),
             });
         }
     };
     let table = text.parse::<Table>().map_err(|error| ConfigError::Syntax {
-        place: FilePosition::at(path, &text, error.span().map_or(0, |span| span.start)),
+        position: FilePosition::at(path, &text, error.span().map_or(0, |span| span.start)),
         reason: error.message().replace('\n', ", "),
     })?;
     Ok(Some(table))
@@ -436,8 +436,8 @@ mod tests {
     #[test]
     fn position_counts_lines_and_characters() {
         let text = "a = 1\nü = \nb";
-        let place = FilePosition::at(Path::new("/x"), text, text.find("= \n").unwrap());
-        assert_eq!(place.to_string(), "/x:2:3");
+        let position = FilePosition::at(Path::new("/x"), text, text.find("= \n").unwrap());
+        assert_eq!(position.to_string(), "/x:2:3");
         assert_eq!(
             FilePosition::at(Path::new("/x"), text, 999).to_string(),
             "/x:3:2"
@@ -463,9 +463,9 @@ mod tests {
         };
         let read = |cwd: &Path| {
             let stack = files.read_config(cwd, &keys(&[&["m"]])).unwrap();
-            let said = |layer: &ConfigLayer| layer.toml.split('"').nth(1).unwrap().to_owned();
-            let said: Vec<String> = stack.layers.iter().map(said).collect();
-            (said.join(" "), stack.cloud_insertion_index)
+            let value_of = |layer: &ConfigLayer| layer.toml.split('"').nth(1).unwrap().to_owned();
+            let value_of: Vec<String> = stack.layers.iter().map(value_of).collect();
+            (value_of.join(" "), stack.cloud_insertion_index)
         };
         let sub = project.join("sub/not/there");
         assert_eq!(read(&sub), ("system managed".to_owned(), 1));

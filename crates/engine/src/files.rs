@@ -135,7 +135,7 @@ impl Engine {
         } else {
             FileIntent::Read
         };
-        let (path, files) = self.place(path, sandbox, intent)?;
+        let (path, files) = self.choose_backend(path, sandbox, intent)?;
         Ok(FileOpening { path, mode, files })
     }
 
@@ -145,13 +145,13 @@ impl Engine {
     ///
     /// When the path is not valid on this machine, or the policy does not allow reading everything.
     pub fn watch(&self, path: &PathUri, sandbox: Option<Sandbox>) -> Result<WatchStart, ApiError> {
-        let (path, files) = self.place(path, sandbox, FileIntent::Read)?;
+        let (path, files) = self.choose_backend(path, sandbox, FileIntent::Read)?;
         let hub = Arc::clone(&self.hub);
         Ok(WatchStart { hub, path, files })
     }
 
     /// Returns the native path, and how files are accessed under the policy.
-    fn place(
+    fn choose_backend(
         &self,
         path: &PathUri,
         sandbox: Option<Sandbox>,

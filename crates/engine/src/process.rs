@@ -30,9 +30,10 @@ pub fn read_now(
 }
 
 /// Waits for an event of the process after `after_seq`, at most for `wait`.
-pub async fn news(process: &Process, after_seq: u64, wait: Duration) {
-    let news = process.wait_for(|log| report::has_new_data(log, after_seq).then_some(()));
-    let _ = tokio::time::timeout(wait, news).await;
+pub async fn wait_for_new_data(process: &Process, after_seq: u64, wait: Duration) {
+    let wait_for_new_data =
+        process.wait_for(|log| report::has_new_data(log, after_seq).then_some(()));
+    let _ = tokio::time::timeout(wait, wait_for_new_data).await;
 }
 
 /// Returns the result of a `process/read` that has waited.

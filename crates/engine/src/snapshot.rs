@@ -137,11 +137,11 @@ struct SnapshotKey {
 pub struct SnapshotRequest {
     key: SnapshotKey,
     /// Names of the variables of the request, which override those of start-up files.
-    asked: BTreeSet<String>,
+    requested_variables: BTreeSet<String>,
 }
 
 impl SnapshotRequest {
-    /// The snapshot request of a command; `None` if a snapshot does not apply to it. `asked` are the
+    /// The snapshot request of a command; `None` if a snapshot does not apply to it. `requested_variables` are the
     /// names of the variables of its request.
     ///
     /// # Errors
@@ -150,7 +150,7 @@ impl SnapshotRequest {
     pub fn of(
         params: &StartParams,
         spec: &ProcessSpec,
-        asked: BTreeSet<String>,
+        requested_variables: BTreeSet<String>,
     ) -> Result<Option<Self>, StartError> {
         let Some(request) = &params.shell_snapshot else {
             return Ok(None);
@@ -178,7 +178,7 @@ impl SnapshotRequest {
                 policy: params.env_policy.clone(),
                 sandbox: spec.sandbox.clone(),
             },
-            asked,
+            requested_variables,
         }))
     }
 }
@@ -287,12 +287,12 @@ impl Snapshot {
         };
         let mut env = spec.env.clone();
         for (name, value) in &self.set {
-            if !request.asked.contains(name) {
+            if !request.requested_variables.contains(name) {
                 env.insert(name.clone(), value.clone());
             }
         }
         for name in &self.removed {
-            if !request.asked.contains(name) {
+            if !request.requested_variables.contains(name) {
                 env.remove(name);
             }
         }
@@ -350,8 +350,8 @@ async fn take(
     let script = key.kind.capture(&mark);
     let argv = vec![key.path.clone(), "-lc".to_owned(), script];
     let end = format!("\n{mark} end\n");
-    let (said, process) = run_until(executor, spec, argv, &end, deadline).await?;
-    let mut snapshot = understand(&said, &mark, spec, key.policy.as_ref())?;
+    let (output, process) = run_until(executor, spec, argv, &end, deadline).await?;
+    let mut snapshot = understand(&output, &mark, spec, key.policy.as_ref())?;
     snapshot.left = process;
     // Background processes of start-up files may have written in between.
     let mut trial = ProcessSpec {
@@ -361,9 +361,9 @@ async fn take(
     trial.argv[2] = format!("printf '\\n%s end\\n' {mark}");
     let trial = snapshot.begin(&trial, request).ok_or("too long")?;
     let (argv, spec) = (trial.argv.clone(), trial);
-    let heard = run_until(executor, &spec, argv, &end, deadline).await;
-    let outcome = match heard {
-        Ok((said, _)) if said.starts_with(end.as_bytes()) => Ok(snapshot),
+    let run_result = run_until(executor, &spec, argv, &end, deadline).await;
+    let outcome = match run_result {
+        Ok((output, _)) if output.starts_with(end.as_bytes()) => Ok(snapshot),
         Ok(_) => Err((snapshot, "its state cannot be given to another".to_owned())),
         Err(reason) => Err((snapshot, reason)),
     };
@@ -401,8 +401,8 @@ async fn run_until(
         .await
         .map_err(|error| error.to_string())?;
     let mut search = MarkerSearch::new(end);
-    let said = process.wait_for(|log| search.look(log));
-    let outcome = match tokio::time::timeout_at(deadline, said).await {
+    let output = process.wait_for(|log| search.find_end(log));
+    let outcome = match tokio::time::timeout_at(deadline, output).await {
         Ok(true) => {
             let exited = process.wait_for(|log| log.exit().map(|_| ()));
             match tokio::time::timeout_at(deadline, exited).await {
@@ -414,8 +414,8 @@ async fn run_until(
         Err(_) => Err("the shell took too long"),
     };
     match outcome {
-        Ok(said) if process.is_alone().await => Ok((said, None)),
-        Ok(said) => Ok((said, Some(process))),
+        Ok(output) if process.is_alone().await => Ok((output, None)),
+        Ok(output) => Ok((output, Some(process))),
         Err(reason) => {
             process.terminate_and_wait(TerminationMethod::Now).await;
             Err(reason.to_owned())
@@ -441,7 +441,7 @@ impl MarkerSearch {
     }
 
     /// Whether the text was printed, once that is known.
-    fn look(&mut self, log: &Log) -> Option<bool> {
+    fn find_end(&mut self, log: &Log) -> Option<bool> {
         while let Some(entry) = log.entry_after(self.cursor) {
             self.cursor = entry.seq;
             let LogEntryKind::Output(OutputStream::Stdout, bytes) = &entry.kind else {
@@ -474,13 +474,13 @@ fn output(log: &Log) -> Vec<u8> {
 
 /// Parses the output of a shell.
 fn understand(
-    said: &[u8],
+    output: &[u8],
     mark: &str,
     spec: &ProcessSpec,
     policy: Option<&EnvPolicy>,
 ) -> Result<Snapshot, String> {
     let incomplete = || "the output of the shell is incomplete".to_owned();
-    let (variables, state) = sections(said, mark).ok_or_else(incomplete)?;
+    let (variables, state) = sections(output, mark).ok_or_else(incomplete)?;
     if variables.len() + state.len() > MAX_STATE_BYTES {
         return Err(format!(
             "its state exceeds the limit of {MAX_STATE_BYTES} bytes"
@@ -517,12 +517,12 @@ fn understand(
 }
 
 /// The environment and the state, if both have the announced lengths.
-fn sections<'a>(said: &'a [u8], mark: &str) -> Option<(&'a [u8], &'a [u8])> {
+fn sections<'a>(output: &'a [u8], mark: &str) -> Option<(&'a [u8], &'a [u8])> {
     let begin = format!("\n{mark} ");
-    let at = said
+    let at = output
         .windows(begin.len())
         .position(|window| window == begin.as_bytes())?;
-    let rest = &said[at + begin.len()..];
+    let rest = &output[at + begin.len()..];
     let line = rest.iter().position(|&byte| byte == b'\n')?;
     let (lengths, rest) = (std::str::from_utf8(&rest[..line]).ok()?, &rest[line + 1..]);
     let (first, second) = lengths.split_once(' ')?;
@@ -551,14 +551,15 @@ mod tests {
 
     #[test]
     fn snapshot_contains_only_changes_of_start_up_files() {
-        let said = "noise\n\nM 30 10\nSAME=1\nCHANGED=new\nADDED=a=b\u{1}c\nf() { :; }\nM end\nbye";
+        let output =
+            "noise\n\nM 30 10\nSAME=1\nCHANGED=new\nADDED=a=b\u{1}c\nf() { :; }\nM end\nbye";
         let before = spec(&[
             ("SAME", "1"),
             ("CHANGED", "old"),
             ("GONE", "x"),
             ("OLDPWD", "/"),
         ]);
-        let taken = understand(said.as_bytes(), "M", &before, None).unwrap();
+        let taken = understand(output.as_bytes(), "M", &before, None).unwrap();
         assert_eq!(taken.state, "f() { :; }");
         let set: Vec<_> = taken.set.iter().map(|(n, v)| (&**n, &**v)).collect();
         assert_eq!(set, [("ADDED", "a=b\nc"), ("CHANGED", "new")]);
@@ -596,10 +597,14 @@ mod tests {
                 policy: None,
                 sandbox: None,
             },
-            asked: ["A", "C"].map(str::to_owned).into(),
+            requested_variables: ["A", "C"].map(str::to_owned).into(),
         };
-        let begun = snapshot.begin(&spec, &request).unwrap();
-        let env: Vec<_> = begun.env.iter().map(|(n, v)| (&**n, v.len())).collect();
+        let restored_spec = snapshot.begin(&spec, &request).unwrap();
+        let env: Vec<_> = restored_spec
+            .env
+            .iter()
+            .map(|(n, v)| (&**n, v.len()))
+            .collect();
         assert_eq!(
             env,
             [
@@ -610,11 +615,11 @@ mod tests {
                 ("__EXEC_SERVER_SNAPSHOT_1", 1)
             ]
         );
-        assert_eq!(begun.argv[1], "-c");
+        assert_eq!(restored_spec.argv[1], "-c");
         assert!(
-            begun.argv[2].ends_with("\neval 'it'\\''s'"),
+            restored_spec.argv[2].ends_with("\neval 'it'\\''s'"),
             "{}",
-            begun.argv[2]
+            restored_spec.argv[2]
         );
         let mut long = spec;
         long.argv[2] = "x".repeat(MAX_TEXT_BYTES);

@@ -73,7 +73,7 @@ impl Engine {
         mut params: StartParams,
     ) -> Result<(ProcessInfo, PreparedStart), ApiError> {
         let wants_snapshot = params.shell_snapshot.is_some();
-        let asked = if wants_snapshot {
+        let requested = if wants_snapshot {
             params.env.keys().cloned().collect()
         } else {
             Default::default()
@@ -84,7 +84,7 @@ impl Engine {
             is_refusal: true,
             ..error.into()
         })?;
-        let snapshot = SnapshotRequest::of(&params, &spec, asked)?;
+        let snapshot = SnapshotRequest::of(&params, &spec, requested)?;
         let StartParams {
             process_id,
             argv,

@@ -27,14 +27,14 @@ pub(crate) async fn run(
 ) -> Result<(), Box<dyn Error>> {
     let here = Environment::local(Executor::new(ExecutorConfig::default())?);
     let manager = EnvironmentManager::from_provider(&configured, Some(here)).await?;
-    let place = manager
+    let environment = manager
         .default_environment()
         .ok_or("there is no environment to work in")?;
-    let output = in_environment(&place, command).await?;
+    let output = in_environment(&environment, command).await?;
     write!(
         out,
         "{}: {}",
-        place.id(),
+        environment.id(),
         String::from_utf8_lossy(&output.stdout)
     )?;
     Ok(())
@@ -42,7 +42,7 @@ pub(crate) async fn run(
 
 /// This part neither knows nor cares where it runs.
 async fn in_environment(
-    place: &Environment,
+    environment: &Environment,
     argv: Vec<String>,
 ) -> Result<ProcessOutput, Box<dyn Error>> {
     let params = StartParams {
@@ -50,6 +50,6 @@ async fn in_environment(
         argv,
         ..StartParams::default()
     };
-    let started = place.exec().start(params).await?;
+    let started = environment.exec().start(params).await?;
     Ok(started.process.output(CollectOptions::default()).await?)
 }

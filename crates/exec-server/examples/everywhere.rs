@@ -33,24 +33,24 @@ pub(crate) async fn run(
     let running: Vec<_> = work
         .environments()
         .iter()
-        .map(|place| tokio::spawn(on(Arc::clone(place), command.clone())))
+        .map(|environment| tokio::spawn(on(Arc::clone(environment), command.clone())))
         .collect();
-    for (place, running) in work.environments().iter().zip(running) {
+    for (environment, running) in work.environments().iter().zip(running) {
         match running.await? {
-            Ok(text) => write!(out, "{}: {text}", place.id())?,
-            Err(error) => writeln!(out, "{} failed: {error}", place.id())?,
+            Ok(text) => write!(out, "{}: {text}", environment.id())?,
+            Err(error) => writeln!(out, "{} failed: {error}", environment.id())?,
         }
     }
     Ok(())
 }
 
-async fn on(place: Arc<Environment>, argv: Vec<String>) -> Result<String, ExecServerError> {
+async fn on(environment: Arc<Environment>, argv: Vec<String>) -> Result<String, ExecServerError> {
     let params = StartParams {
         process_id: "example".to_owned(),
         argv,
         ..StartParams::default()
     };
-    let started = place.exec().start(params).await?;
+    let started = environment.exec().start(params).await?;
     let output = started.process.output(CollectOptions::default()).await?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -108,7 +108,7 @@ async fn real_client_decides_about_an_unlisted_host() {
         assert_eq!(decisions[0]["params"]["reason"], reason, "{decisions:?}");
         let reached = printed.contains("the world\n");
         assert_eq!(
-            (reached, world.asked().len()),
+            (reached, world.requests().len()),
             if outcome == "allow" {
                 (true, 1)
             } else {
@@ -641,7 +641,7 @@ async fn outage_between_the_real_client_and_our_server(seconds: u64) {
     let url = format!("ws://127.0.0.1:{}", proxy.port());
     let length = Duration::from_secs(seconds);
     let down = Arc::clone(&proxy);
-    interop::command_survives_an_outage(interop::Way::Url(&url), length, async move {
+    interop::command_survives_an_outage(interop::CodexTarget::Url(&url), length, async move {
         down.occur(length, Duration::ZERO).await;
     })
     .await;
@@ -671,9 +671,9 @@ async fn outage_between_the_real_client_and_our_rendezvous(seconds: u64) {
     // An attempt in the last 9 s has to wait for the end of the outage: otherwise the next one could
     // be later than its time limit.
     let stalled = Duration::from_secs(9);
-    let way = interop::Way::Registry(&registry);
+    let target = interop::CodexTarget::Registry(&registry);
     let down = Arc::clone(&proxy);
-    interop::command_survives_an_outage(way, length, async move {
+    interop::command_survives_an_outage(target, length, async move {
         down.occur(length - stalled, stalled).await;
     })
     .await;

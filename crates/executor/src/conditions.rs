@@ -60,7 +60,7 @@ const LOOK_SHARE: u32 = 10;
 static LOOKING: Semaphore = Semaphore::const_new(2);
 
 /// Maximum length of the match text in the result.
-const TOLD_BYTES: usize = 4096;
+const MAX_MATCH_TEXT_BYTES: usize = 4096;
 
 /// Reasons why conditions are rejected.
 #[derive(Debug, thiserror::Error)]
@@ -274,7 +274,7 @@ impl WaitProgress<'_> {
                 return self.fired(index, |_| {});
             }
             if self.look_at.is_some_and(|at| now >= at)
-                && let Some(result) = self.look().await
+                && let Some(result) = self.check_conditions().await
             {
                 return result;
             }
@@ -364,7 +364,7 @@ impl WaitProgress<'_> {
     }
 
     /// Inspects the process and its descendants.
-    async fn look(&mut self) -> Option<WaitForResult> {
+    async fn check_conditions(&mut self) -> Option<WaitForResult> {
         let began = Instant::now();
         let process = self.process;
         let ports: Vec<(usize, Option<u16>)> = self
@@ -540,7 +540,8 @@ impl StreamWindow {
             Some((_, seq)) => (*seq, found.end() == self.bytes.len()),
             None => return None,
         };
-        let told = &self.bytes[found.start()..found.end().min(found.start() + TOLD_BYTES)];
+        let told =
+            &self.bytes[found.start()..found.end().min(found.start() + MAX_MATCH_TEXT_BYTES)];
         let text = String::from_utf8_lossy(told).into_owned();
         Some((seq, at_end, text))
     }

@@ -133,7 +133,7 @@ impl RegistryDial {
     ///
     /// When the registry returns no address for the environment.
     pub async fn current_key(&self) -> Result<Fingerprint, RegistryConnectError> {
-        let answer = self.shared.ask().await?;
+        let answer = self.shared.request_addresses().await?;
         Ok(answer.executor_public_key.fingerprint())
     }
 
@@ -151,7 +151,7 @@ impl RegistryDial {
         let environment = || shared.url.environment_id().to_owned();
         let mut answer = match shared.is_known() {
             true => shared.ask_once().await?,
-            false => shared.ask().await?,
+            false => shared.request_addresses().await?,
         };
         shared.check(&answer.executor_public_key)?;
         let mut link = shared.dial(&answer).await;
@@ -214,7 +214,7 @@ impl RegistryShared {
     }
 
     /// Requests addresses from the registry; retries transient errors.
-    async fn ask(&self) -> Result<ConnectResponse, RegistryConnectError> {
+    async fn request_addresses(&self) -> Result<ConnectResponse, RegistryConnectError> {
         let until = Instant::now() + CONNECT_TIMEOUT;
         let mut tries = 0;
         loop {

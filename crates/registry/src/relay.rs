@@ -582,7 +582,7 @@ async fn use_socket(
 ) -> Option<LinkError> {
     let Link { incoming, outgoing } = link;
     let socket = SocketPair {
-        heard: AtomicBool::new(false),
+        received_frame: AtomicBool::new(false),
         ping: Mutex::new(None),
     };
     let result = tokio::select! {
@@ -595,7 +595,7 @@ async fn use_socket(
 /// State shared by the two halves of one socket.
 struct SocketPair {
     /// Data was received since the flag was last read.
-    heard: AtomicBool,
+    received_frame: AtomicBool,
     /// Ping to answer; a later ping replaces it, as RFC 6455 allows.
     ping: Mutex<Option<Vec<u8>>>,
 }
@@ -613,7 +613,7 @@ async fn read_frames(
     mut incoming: LinkReceiver,
 ) -> Result<(), LinkError> {
     while let Some(event) = incoming.recv_raw().await? {
-        socket.heard.store(true, Ordering::Relaxed);
+        socket.received_frame.store(true, Ordering::Relaxed);
         match event {
             RawEvent::Message { bytes, text: false } => {
                 let length = bytes.len();
@@ -648,7 +648,7 @@ async fn write_frames(
         if let Some(payload) = socket.take_ping() {
             outgoing.push_pong(&payload);
         }
-        if socket.heard.swap(false, Ordering::Relaxed) {
+        if socket.received_frame.swap(false, Ordering::Relaxed) {
             keepalive.record_received_data(now());
         }
         let wait = match keepalive.poll(now()) {

@@ -72,7 +72,7 @@ struct FuzzSimulation {
     now: Instant,
     /// The harness and the executor.
     sides: [FuzzSide; 2],
-    asked: Option<StreamKey>,
+    requested: Option<StreamKey>,
     messages: u8,
 }
 
@@ -130,7 +130,7 @@ impl FuzzSimulation {
         let mut play = Self {
             now,
             sides: [side(harness, Some(stream)), side(executor, None)],
-            asked: None,
+            requested: None,
             messages: 0,
         };
         for at in [0, 1] {
@@ -163,7 +163,7 @@ impl FuzzSimulation {
 
     fn admit(&mut self) {
         self.settle();
-        if let Some(stream) = self.asked.take() {
+        if let Some(stream) = self.requested.take() {
             self.sides[1].endpoint.admit(self.now, stream);
         }
         self.settle();
@@ -274,7 +274,9 @@ impl FuzzSimulation {
             let side = &mut self.sides[at];
             while let Some(event) = side.endpoint.poll_event() {
                 match event {
-                    EndpointEvent::AdmissionRequested { stream, .. } => self.asked = Some(stream),
+                    EndpointEvent::AdmissionRequested { stream, .. } => {
+                        self.requested = Some(stream)
+                    }
                     EndpointEvent::Opened { stream, .. } => side.stream = Some(stream),
                     EndpointEvent::Closed { stream, unread, .. } if side.stream == Some(stream) => {
                         received.extend(unread);

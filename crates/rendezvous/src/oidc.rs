@@ -247,7 +247,7 @@ pub struct Oidc {
     /// Locked while keys are fetched, so that concurrent requests share one fetch.
     refreshing: tokio::sync::Mutex<()>,
     /// Time of the last fetch.
-    asked: Mutex<Option<Instant>>,
+    last_request: Mutex<Option<Instant>>,
 }
 
 fn now() -> Instant {
@@ -263,7 +263,7 @@ impl Oidc {
             source,
             keys: RwLock::default(),
             refreshing: tokio::sync::Mutex::default(),
-            asked: Mutex::default(),
+            last_request: Mutex::default(),
         }
     }
 
@@ -282,7 +282,7 @@ impl Oidc {
     }
 
     async fn fetch(&self) -> Result<usize, String> {
-        *self.asked.lock() = Some(now());
+        *self.last_request.lock() = Some(now());
         let keys = parse_keys(&self.source.fetch().await?)?;
         let count = keys.len();
         *self.keys.write() = Arc::new(keys);
@@ -294,9 +294,9 @@ impl Oidc {
     async fn look_again(&self) {
         let before = self.keys();
         let _alone = self.refreshing.lock().await;
-        let recent = |asked: Instant| now().duration_since(asked) < REFRESH_PAUSE;
+        let recent = |last_request: Instant| now().duration_since(last_request) < REFRESH_PAUSE;
         // Another task may have fetched the keys meanwhile.
-        if !Arc::ptr_eq(&before, &self.keys()) || self.asked.lock().is_some_and(recent) {
+        if !Arc::ptr_eq(&before, &self.keys()) || self.last_request.lock().is_some_and(recent) {
             return;
         }
         match self.fetch().await {
@@ -362,7 +362,7 @@ impl Oidc {
         };
         let expires = claims.expires().saturating_add(LEEWAY);
         let expires = u64::try_from(expires).unwrap_or_default();
-        AuthenticatedCaller::vouched(name, tenant, roles, environments, expires)
+        AuthenticatedCaller::from_oidc(name, tenant, roles, environments, expires)
             .ok_or_else(bad_tenant)
     }
 }

@@ -723,8 +723,8 @@ impl ExecutorRegistry {
         let streams = self.router.streams(environment.as_deref()).await;
         let listed = streams.into_iter().filter_map(|stream| {
             let (whose, id) = tenants::split(&stream.environment);
-            let asked = tenant.is_none_or(|tenant| tenant == whose);
-            (asked && caller.is_admin_of(whose)).then(|| ListedStream {
+            let matches_tenant = tenant.is_none_or(|tenant| tenant == whose);
+            (matches_tenant && caller.is_admin_of(whose)).then(|| ListedStream {
                 environment_id: id.to_owned(),
                 tenant: whose.to_owned(),
                 stream_id: stream.stream,

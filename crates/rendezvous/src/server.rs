@@ -775,8 +775,10 @@ impl HttpConnectionState {
                 Ok(PlainResponse::json(200, &response))
             }
             RegistryCall::Remove(environment) => {
-                let asked = query_value(head, "tenant");
-                let tenant = registry.remove(caller, asked, environment).await?;
+                let requested_tenant = query_value(head, "tenant");
+                let tenant = registry
+                    .remove(caller, requested_tenant, environment)
+                    .await?;
                 let line = json!({"environment": environment, "token": token, "tenant": tenant});
                 shared.publish("remove", &tenant, line.clone());
                 shared.log_audit("removed", line);
@@ -823,9 +825,11 @@ impl HttpConnectionState {
                 Ok(PlainResponse::json(200, &json!({"nodes": nodes})))
             }
             RegistryCall::Streams => {
-                let asked = query_value(head, "tenant");
+                let requested_tenant = query_value(head, "tenant");
                 let environment = query_value(head, "environment_id");
-                let streams = registry.streams(caller, asked, environment).await?;
+                let streams = registry
+                    .streams(caller, requested_tenant, environment)
+                    .await?;
                 Ok(PlainResponse::json(200, &json!({"streams": streams})))
             }
             RegistryCall::Drain => {

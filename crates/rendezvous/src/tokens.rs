@@ -87,7 +87,7 @@ pub struct AuthenticatedCaller {
 impl AuthenticatedCaller {
     /// Creates a caller for an OIDC token that is valid until `expires`. Returns `None` if `tenant`
     /// is not a tenant name; [`tenants::ALL`] is accepted only in the token file.
-    pub(crate) fn vouched(
+    pub(crate) fn from_oidc(
         name: String,
         tenant: &str,
         roles: Vec<TokenRole>,

@@ -74,17 +74,17 @@ pub fn classify<'a>(
                 line.extend_from_slice(&part[..part.len().min(MAX_LINE)]);
             }
             if part.ends_with(b"\n") {
-                denied |= look(facts, &line, &mut found);
+                denied |= classify_line(facts, &line, &mut found);
                 line.clear();
             }
         }
     }
-    denied |= look(facts, &line, &mut found);
+    denied |= classify_line(facts, &line, &mut found);
     denied.then_some(found)
 }
 
 /// Searches one line for a denial and adds it to `found`; returns whether it contained one.
-fn look(facts: DenialFacts, line: &[u8], found: &mut Vec<Denial>) -> bool {
+fn classify_line(facts: DenialFacts, line: &[u8], found: &mut Vec<Denial>) -> bool {
     let lower = String::from_utf8_lossy(line).to_lowercase();
     let has = |texts: &[&str]| texts.iter().any(|text| lower.contains(text));
     let through_link = lower.contains(LINK_TARGET);
@@ -153,13 +153,13 @@ mod tests {
         occupies_names: true,
     };
 
-    fn told(facts: DenialFacts, code: i32, output: &str) -> Option<Vec<Denial>> {
+    fn denials_in(facts: DenialFacts, code: i32, output: &str) -> Option<Vec<Denial>> {
         classify(facts, code, None, std::iter::once(output.as_bytes()))
     }
 
     #[test]
     fn classify_reports_kind_and_path_of_errors_that_the_sandbox_can_cause() {
-        let denials = told(
+        let denials = denials_in(
             ALL,
             1,
             "touch: cannot touch '/etc/x': Read-only file system\n",
@@ -167,25 +167,27 @@ mod tests {
         .unwrap();
         assert_eq!(denials[0].kind, DenialKind::FileSystem);
         assert_eq!(denials[0].path.as_deref(), Some("/etc/x"));
-        let denials = told(ALL, 2, "sh: 1: cannot create /y/z: Read-only file system").unwrap();
+        let denials =
+            denials_in(ALL, 2, "sh: 1: cannot create /y/z: Read-only file system").unwrap();
         assert_eq!(denials[0].path.as_deref(), Some("/y/z"));
-        let denials = told(ALL, 2, "/bin/sh: 1: cannot create y: Read-only file system").unwrap();
+        let denials =
+            denials_in(ALL, 2, "/bin/sh: 1: cannot create y: Read-only file system").unwrap();
         assert_eq!(denials[0].path, None);
-        let denials = told(ALL, 1, "cat: secret: Permission denied").unwrap();
+        let denials = denials_in(ALL, 1, "cat: secret: Permission denied").unwrap();
         assert_eq!(denials[0].path, None);
-        let denials = told(ALL, 6, "curl: (6) Could not resolve host: example.com").unwrap();
+        let denials = denials_in(ALL, 6, "curl: (6) Could not resolve host: example.com").unwrap();
         assert_eq!(denials[0].kind, DenialKind::Network);
-        let denials = told(ALL, 128, "fatal: cannot mkdir /w/.git: File exists").unwrap();
+        let denials = denials_in(ALL, 128, "fatal: cannot mkdir /w/.git: File exists").unwrap();
         assert_eq!(denials[0].kind, DenialKind::FileSystem);
         assert!(
-            told(
+            denials_in(
                 ALL,
                 2,
                 "sh: 1: cannot create .codex: No such device or address"
             )
             .is_some()
         );
-        assert!(told(ALL, 159, "").is_some());
+        assert!(denials_in(ALL, 159, "").is_some());
         assert!(classify(ALL, 159, Some(libc::SIGSYS), std::iter::empty()).is_some());
         // The text is split across two chunks.
         let parts = [&b"x: Read-only"[..], &b" file system"[..]];
@@ -195,25 +197,28 @@ mod tests {
     #[test]
     fn classify_ignores_errors_that_the_sandbox_cannot_cause() {
         let nothing = DenialFacts::default();
-        assert_eq!(told(nothing, 1, "Permission denied"), None);
-        assert_eq!(told(ALL, 0, "Permission denied"), None);
+        assert_eq!(denials_in(nothing, 1, "Permission denied"), None);
+        assert_eq!(denials_in(ALL, 0, "Permission denied"), None);
         assert_eq!(
-            told(ALL, 1, "the sandbox is green, seccomp and landlock too"),
+            denials_in(ALL, 1, "the sandbox is green, seccomp and landlock too"),
             None
         );
-        assert_eq!(told(ALL, 127, "sh: nothing: not found"), None);
+        assert_eq!(denials_in(ALL, 127, "sh: nothing: not found"), None);
         let open = DenialFacts {
             refuses_access: false,
             network: false,
             ..ALL
         };
-        assert_eq!(told(open, 1, "cat: x: Permission denied"), None);
-        assert_eq!(told(open, 1, "Network is unreachable"), None);
-        assert_eq!(told(ALL, 1, "mkdir: cannot create 'x': File exists"), None);
+        assert_eq!(denials_in(open, 1, "cat: x: Permission denied"), None);
+        assert_eq!(denials_in(open, 1, "Network is unreachable"), None);
+        assert_eq!(
+            denials_in(ALL, 1, "mkdir: cannot create 'x': File exists"),
+            None
+        );
         let free = DenialFacts {
             occupies_names: false,
             ..ALL
         };
-        assert_eq!(told(free, 1, "cannot mkdir .git: File exists"), None);
+        assert_eq!(denials_in(free, 1, "cannot mkdir .git: File exists"), None);
     }
 }

@@ -185,10 +185,10 @@ pub(crate) fn failed(
 /// serve file requests.
 pub fn dispatch(serve: RequestLoop) -> Option<ExitCode> {
     let _ = REQUEST_LOOP.set(serve);
-    let asked = std::env::args_os()
+    let requested = std::env::args_os()
         .nth(1)
         .is_some_and(|argument| argument.as_bytes() == ARGUMENT.to_bytes());
-    asked.then(|| {
+    requested.then(|| {
         let Some(token) = OneThread::check() else {
             eprintln!("exec-server: the sandbox launcher needs /proc and a single thread");
             return ExitCode::from(125);
@@ -219,9 +219,9 @@ fn run(token: OneThread) -> ! {
             Ok(control) => run_standby(token, control, report),
             Err(error) => report_and_exit(&report, failed(LaunchStep::Order, b"", error)),
         },
-        Ok(asked) => {
+        Ok(requested) => {
             let socket = confine::inherited(token, WORK_FD).ok();
-            begin(token, LauncherTask::new(asked, order, socket, report))
+            begin(token, LauncherTask::new(requested, order, socket, report))
         }
         Err(error) => report_and_exit(&report, failed(LaunchStep::Order, b"", error)),
     }
@@ -283,9 +283,9 @@ fn set_up_launcher(token: OneThread, setup: &LauncherSetup, mut files: Vec<Owned
 fn begin_session(name: &CStr) -> Result<(), LaunchFailure> {
     let _ = rustix::thread::set_name(name);
     // Makes this process the owner of its files in `/proc` again.
-    let begun = rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)
+    let attached = rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)
         .and_then(|()| rustix::process::setsid());
-    begun.map_err(|error| failed(LaunchStep::Session, b"", error))?;
+    attached.map_err(|error| failed(LaunchStep::Session, b"", error))?;
     Ok(())
 }
 
@@ -344,7 +344,9 @@ pub(super) fn run_spare(
                     read_order(&order).map_err(|error| failed(LaunchStep::Order, b"", error))
                 });
                 match read {
-                    Ok(asked) => Some(LauncherTask::new(asked, order, files.next(), report)),
+                    Ok(requested) => {
+                        Some(LauncherTask::new(requested, order, files.next(), report))
+                    }
                     Err(failure) => report_and_exit(&report, failure),
                 }
             })
@@ -465,8 +467,13 @@ struct LauncherTask {
 impl LauncherTask {
     /// Creates the task from a decoded order; reports a failure and exits if the order is not
     /// valid.
-    fn new(asked: LaunchOrder, order: OwnedFd, socket: Option<OwnedFd>, report: OwnedFd) -> Self {
-        let (confinement, work) = match (asked, socket) {
+    fn new(
+        requested: LaunchOrder,
+        order: OwnedFd,
+        socket: Option<OwnedFd>,
+        report: OwnedFd,
+    ) -> Self {
+        let (confinement, work) = match (requested, socket) {
             (LaunchOrder::Run(plan), _) => {
                 let order_file = OrderFile(order);
                 if let Err(error) = order_file.clear() {
@@ -479,7 +486,7 @@ impl LauncherTask {
             }
             (LaunchOrder::Serve(service), Some(socket)) => (
                 service.confinement,
-                LaunchWork::Files(socket, service.unborn),
+                LaunchWork::Files(socket, service.uncreatable_paths),
             ),
             _ => report_and_exit(&report, failed(LaunchStep::Order, b"", Errno::BADF)),
         };
@@ -520,12 +527,19 @@ fn begin(token: OneThread, charge: LauncherTask) -> ! {
     }
     match work {
         LaunchWork::Command(command, _) => execute(token, &command, &report),
-        LaunchWork::Files(socket, unborn) => serve(&confinement, &socket, &unborn, report),
+        LaunchWork::Files(socket, uncreatable_paths) => {
+            serve(&confinement, &socket, &uncreatable_paths, report)
+        }
     }
 }
 
 /// Serves file requests in this process, which is already confined.
-fn serve(confinement: &Confinement, socket: &OwnedFd, unborn: &[SystemText], report: OwnedFd) -> ! {
+fn serve(
+    confinement: &Confinement,
+    socket: &OwnedFd,
+    uncreatable_paths: &[SystemText],
+    report: OwnedFd,
+) -> ! {
     let _ = confine::limit(libc::RLIMIT_CORE, 0);
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
     send_report(&report, &LaunchReport::Started);
@@ -533,7 +547,7 @@ fn serve(confinement: &Confinement, socket: &OwnedFd, unborn: &[SystemText], rep
     let mounts = confinement.namespaces.iter().flat_map(|view| &view.mounts);
     let laid: Vec<SystemText> = mounts.map(|mount| mount.path.clone()).collect();
     match REQUEST_LOOP.get() {
-        Some(serve) => serve(socket, &laid, unborn),
+        Some(serve) => serve(socket, &laid, uncreatable_paths),
         None => confine::exit(FAILED),
     }
 }
@@ -776,7 +790,9 @@ fn first(
     };
     let command = match work {
         LaunchWork::Command(command, _) => command,
-        LaunchWork::Files(socket, unborn) => serve(&confinement, &socket, &unborn, report),
+        LaunchWork::Files(socket, uncreatable_paths) => {
+            serve(&confinement, &socket, &uncreatable_paths, report)
+        }
     };
     let command = match confine::lend(token, || lead_session(token, &command, &report)) {
         Ok(pid) => pid,

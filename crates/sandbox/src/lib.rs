@@ -71,7 +71,7 @@ pub struct PreparedSandbox {
     /// Held until the command has ended.
     pub placeholders: Vec<Placeholder>,
     /// Paths that a file helper must not create.
-    unborn: Vec<PathBuf>,
+    uncreatable_paths: Vec<PathBuf>,
     /// Whether the command can connect to sockets outside the sandbox.
     connects: bool,
 }
@@ -98,7 +98,7 @@ impl PreparedSandbox {
             },
             facts: DenialFacts::default(),
             placeholders: Vec::new(),
-            unborn: Vec::new(),
+            uncreatable_paths: Vec::new(),
             connects: false,
         }
     }
@@ -201,7 +201,7 @@ fn confine(
     let refused = |error: &dyn std::fmt::Display| SandboxError::Refused(error.to_string());
     let disk = RealDisk;
     let mut placeholders = Vec::new();
-    let mut unborn = Vec::new();
+    let mut uncreatable_paths = Vec::new();
     let root = rustix::process::geteuid().is_root();
     if let Some(view) = &mut policy.view
         && host.mounts().is_ok()
@@ -209,7 +209,7 @@ fn confine(
         for path in std::mem::take(&mut view.missing) {
             if purpose == Purpose::Files {
                 view.rules.remove(&path);
-                unborn.push(path);
+                uncreatable_paths.push(path);
                 continue;
             }
             match placeholder::hold(&path) {
@@ -267,7 +267,7 @@ fn confine(
         enforcement,
         facts,
         placeholders,
-        unborn,
+        uncreatable_paths,
         connects,
     })
 }
@@ -335,7 +335,11 @@ impl PendingLaunch {
         let text = |path: &PathBuf| path.as_os_str().as_bytes().to_vec();
         let mut pending_launch = Self::new(&LaunchOrder::Serve(Box::new(FileService {
             confinement: prepared_sandbox.confinement.clone(),
-            unborn: prepared_sandbox.unborn.iter().map(text).collect(),
+            uncreatable_paths: prepared_sandbox
+                .uncreatable_paths
+                .iter()
+                .map(text)
+                .collect(),
         })))?;
         let (ours, theirs) = rustix::net::socketpair(
             AddressFamily::UNIX,
@@ -422,12 +426,12 @@ impl PendingLaunch {
                 Ok(None) => {
                     let ended = || io::Error::other("the sandbox launcher ended early");
                     let order_file = OrderFile(order);
-                    let begun = started.map(|leader| StartedLaunch {
+                    let started_launch = started.map(|leader| StartedLaunch {
                         leader,
                         listeners,
                         order_file,
                     });
-                    return begun.ok_or_else(|| SandboxError::System {
+                    return started_launch.ok_or_else(|| SandboxError::System {
                         action: "start a sandboxed process",
                         source: ended(),
                     });

@@ -46,7 +46,7 @@ pub struct FileService {
     /// The confinement of the process.
     pub confinement: Confinement,
     /// Paths that no request may create; they contain no links.
-    pub unborn: Vec<SystemText>,
+    pub uncreatable_paths: Vec<SystemText>,
 }
 
 /// Command to run.

@@ -776,7 +776,7 @@ impl CachedDisk {
         )
     }
 
-    fn look(path: &Path) -> Option<Option<PathType>> {
+    fn read_type(path: &Path) -> Option<Option<PathType>> {
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let resolve = ResolveFlags::CACHED | ResolveFlags::NO_SYMLINKS;
         let fd = match rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve) {
@@ -812,7 +812,7 @@ impl RecordedAnswers {
     pub fn still_hold(&self) -> bool {
         self.0
             .iter()
-            .all(|(path, kind)| CachedDisk::look(path).as_ref() == Some(kind))
+            .all(|(path, kind)| CachedDisk::read_type(path).as_ref() == Some(kind))
     }
 }
 
@@ -824,7 +824,7 @@ impl Disk for CachedDisk {
         if self.known.borrow().len() == Self::MAX_LOOKS {
             return self.cannot_tell();
         }
-        let Some(kind) = Self::look(path) else {
+        let Some(kind) = Self::read_type(path) else {
             return self.cannot_tell();
         };
         self.known

@@ -518,8 +518,8 @@ mod tests {
             ] {
                 let filter = FilterPurpose { traffic, ..STRICT };
                 let number = u32::try_from(call).unwrap();
-                let said = verdict(filter, ARCH, number, [family, 1, 0, 0, 0, 0]);
-                assert_eq!(said, expected, "{call} {family} {traffic:?}");
+                let actual = verdict(filter, ARCH, number, [family, 1, 0, 0, 0, 0]);
+                assert_eq!(actual, expected, "{call} {family} {traffic:?}");
             }
         }
         // Unix datagram pairs carry addresses, which could be those of the host's sockets.
@@ -531,8 +531,8 @@ mod tests {
             ] {
                 let filter = FilterPurpose { traffic, ..STRICT };
                 let number = u32::try_from(pair).unwrap();
-                let said = verdict(filter, ARCH, number, [1, kind, 0, 0, 0, 0]);
-                assert_eq!(said, expected, "{kind:o} {traffic:?}");
+                let actual = verdict(filter, ARCH, number, [1, kind, 0, 0, 0, 0]);
+                assert_eq!(actual, expected, "{kind:o} {traffic:?}");
             }
         }
         let number = u32::try_from(libc::SYS_socket).unwrap();

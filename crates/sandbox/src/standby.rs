@@ -339,12 +339,12 @@ impl SpareLaunchers {
             Some(spare) => spare,
             None => self.make(base)?,
         };
-        let told = spare.send_task(setup, files);
-        if told.is_err() {
+        let sent = spare.send_task(setup, files);
+        if sent.is_err() {
             // The spare exits without a task.
             self.ended = Some(spare.pid);
         }
-        told
+        sent
     }
 
     /// Discards the spare. Its pid is reported to the server, unless it has already exited.

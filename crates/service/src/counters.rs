@@ -172,7 +172,7 @@ impl ServerMetrics {
         self.exits[cause].add(1);
     }
 
-    pub(crate) fn answered(&self, method: MethodIndex, took: Duration, failed: bool) {
+    pub(crate) fn record_response(&self, method: MethodIndex, took: Duration, failed: bool) {
         let latency = &self.latencies[method.0];
         let micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
         let bucket = BUCKETS

@@ -72,7 +72,7 @@ pub(crate) fn request(
             return responder.send_error(ApiError::method_not_found(name));
         }
     };
-    let asked = UndecodedRequest {
+    let undecoded = UndecodedRequest {
         method,
         connection,
         phase,
@@ -80,78 +80,84 @@ pub(crate) fn request(
         responder,
     };
     match method {
-        MethodId::Initialize => match asked.decode::<session::Initialize>() {
+        MethodId::Initialize => match undecoded.decode::<session::Initialize>() {
             Ok(params) => methods::session::initialize(
-                asked.connection,
-                asked.phase,
-                asked.responder,
+                undecoded.connection,
+                undecoded.phase,
+                undecoded.responder,
                 &params,
             ),
-            Err(error) => asked.responder.send_error(error),
+            Err(error) => undecoded.responder.send_error(error),
         },
-        MethodId::SessionEnd => match asked.decode::<session::End>() {
-            Ok(params) => asked.admit::<session::End>(params, |call, phase, params| {
+        MethodId::SessionEnd => match undecoded.decode::<session::End>() {
+            Ok(params) => undecoded.admit::<session::End>(params, |call, phase, params| {
                 methods::session::end(call, phase, params);
             }),
-            Err(error) => asked.responder.send_error(error),
+            Err(error) => undecoded.responder.send_error(error),
         },
-        MethodId::FsWriteBlock => match methods::handle::long_block(asked.params) {
-            Some((likely, raw)) => asked.admit::<fs::WriteBlock>(likely, |call, _, likely| {
+        MethodId::FsWriteBlock => match methods::handle::long_block(undecoded.params) {
+            Some((likely, raw)) => undecoded.admit::<fs::WriteBlock>(likely, |call, _, likely| {
                 methods::handle::write_long_block(call, &likely, raw);
             }),
-            None => asked.run::<fs::WriteBlock>(methods::handle::write_block),
+            None => undecoded.run::<fs::WriteBlock>(methods::handle::write_block),
         },
         MethodId::CapabilityDiscoverV1 => {
-            asked.run::<capability::DiscoverV1>(methods::capability::discover_v1)
+            undecoded.run::<capability::DiscoverV1>(methods::capability::discover_v1)
         }
-        MethodId::CommandExec => asked.run::<command::Exec>(methods::command::exec),
-        MethodId::CommandTerminate => asked.run::<command::Terminate>(methods::command::terminate),
-        MethodId::CommandWrite => asked.run::<command::Write>(methods::command::write),
-        MethodId::EnvironmentInfo => asked.run::<environment::Info>(methods::environment::info),
+        MethodId::CommandExec => undecoded.run::<command::Exec>(methods::command::exec),
+        MethodId::CommandTerminate => {
+            undecoded.run::<command::Terminate>(methods::command::terminate)
+        }
+        MethodId::CommandWrite => undecoded.run::<command::Write>(methods::command::write),
+        MethodId::EnvironmentInfo => undecoded.run::<environment::Info>(methods::environment::info),
         MethodId::EnvironmentStatus => {
-            asked.run::<environment::Status>(methods::environment::status)
+            undecoded.run::<environment::Status>(methods::environment::status)
         }
         MethodId::EnvironmentConfigRead => {
-            asked.run::<environment::ConfigRead>(methods::environment::config_read)
+            undecoded.run::<environment::ConfigRead>(methods::environment::config_read)
         }
-        MethodId::FsCanonicalize => asked.run_file::<fs::Canonicalize>(),
-        MethodId::FsClose => asked.run::<fs::Close>(methods::handle::close),
-        MethodId::FsCopy => asked.run_file::<fs::Copy>(),
-        MethodId::FsCreateDirectory => asked.run_file::<fs::CreateDirectory>(),
-        MethodId::FsCreateSymlink => asked.run_file::<fs::CreateSymlink>(),
-        MethodId::FsGetMetadata => asked.run_file::<fs::GetMetadata>(),
-        MethodId::FsHash => asked.run_file::<fs::Hash>(),
-        MethodId::FsOpen => asked.run::<fs::Open>(methods::handle::open),
-        MethodId::FsReadBlock => asked.run::<fs::ReadBlock>(methods::handle::read_block),
-        MethodId::FsReadDirectory => asked.run_file::<fs::ReadDirectory>(),
-        MethodId::FsReadFile => asked.run_file::<fs::ReadFile>(),
-        MethodId::FsRemove => asked.run_file::<fs::Remove>(),
-        MethodId::FsRename => asked.run_file::<fs::Rename>(),
-        MethodId::FsSearch => asked.run_file::<fs::Search>(),
-        MethodId::FsSetMetadata => asked.run_file::<fs::SetMetadata>(),
-        MethodId::FsUnwatch => asked.run::<fs::Unwatch>(methods::watch::unwatch),
-        MethodId::FsWalk => asked.run_file::<fs::Walk>(),
-        MethodId::FsWatch => asked.run::<fs::Watch>(methods::watch::watch),
-        MethodId::FsWatchMissing => asked.run::<fs::WatchMissing>(methods::watch::watch_missing),
-        MethodId::FsWriteFile => asked.run_file::<fs::WriteFile>(),
-        MethodId::HttpCancel => asked.run::<http::Cancel>(methods::http::cancel),
-        MethodId::HttpRequest => asked.run::<http::Request>(methods::http::request),
+        MethodId::FsCanonicalize => undecoded.run_file::<fs::Canonicalize>(),
+        MethodId::FsClose => undecoded.run::<fs::Close>(methods::handle::close),
+        MethodId::FsCopy => undecoded.run_file::<fs::Copy>(),
+        MethodId::FsCreateDirectory => undecoded.run_file::<fs::CreateDirectory>(),
+        MethodId::FsCreateSymlink => undecoded.run_file::<fs::CreateSymlink>(),
+        MethodId::FsGetMetadata => undecoded.run_file::<fs::GetMetadata>(),
+        MethodId::FsHash => undecoded.run_file::<fs::Hash>(),
+        MethodId::FsOpen => undecoded.run::<fs::Open>(methods::handle::open),
+        MethodId::FsReadBlock => undecoded.run::<fs::ReadBlock>(methods::handle::read_block),
+        MethodId::FsReadDirectory => undecoded.run_file::<fs::ReadDirectory>(),
+        MethodId::FsReadFile => undecoded.run_file::<fs::ReadFile>(),
+        MethodId::FsRemove => undecoded.run_file::<fs::Remove>(),
+        MethodId::FsRename => undecoded.run_file::<fs::Rename>(),
+        MethodId::FsSearch => undecoded.run_file::<fs::Search>(),
+        MethodId::FsSetMetadata => undecoded.run_file::<fs::SetMetadata>(),
+        MethodId::FsUnwatch => undecoded.run::<fs::Unwatch>(methods::watch::unwatch),
+        MethodId::FsWalk => undecoded.run_file::<fs::Walk>(),
+        MethodId::FsWatch => undecoded.run::<fs::Watch>(methods::watch::watch),
+        MethodId::FsWatchMissing => {
+            undecoded.run::<fs::WatchMissing>(methods::watch::watch_missing)
+        }
+        MethodId::FsWriteFile => undecoded.run_file::<fs::WriteFile>(),
+        MethodId::HttpCancel => undecoded.run::<http::Cancel>(methods::http::cancel),
+        MethodId::HttpRequest => undecoded.run::<http::Request>(methods::http::request),
         MethodId::ProcessCloseStdin => {
-            asked.run::<process::CloseStdin>(methods::process::close_stdin)
+            undecoded.run::<process::CloseStdin>(methods::process::close_stdin)
         }
-        MethodId::ProcessList => asked.run::<process::List>(methods::process::list),
+        MethodId::ProcessList => undecoded.run::<process::List>(methods::process::list),
         MethodId::ProcessPauseOutput => {
-            asked.run::<process::PauseOutput>(methods::process::pause_output)
+            undecoded.run::<process::PauseOutput>(methods::process::pause_output)
         }
-        MethodId::ProcessRead => asked.run::<process::Read>(methods::process::read),
-        MethodId::ProcessResize => asked.run::<process::Resize>(methods::process::resize),
-        MethodId::ProcessSignal => asked.run::<process::Signal>(methods::process::signal),
-        MethodId::ProcessSnapshot => asked.run::<process::Snapshot>(methods::process::snapshot),
-        MethodId::ProcessStart => asked.run::<process::Start>(methods::process::start),
-        MethodId::ProcessTerminate => asked.run::<process::Terminate>(methods::process::terminate),
-        MethodId::ProcessWait => asked.run::<process::Wait>(methods::process::wait),
-        MethodId::ProcessWaitFor => asked.run::<process::WaitFor>(methods::process::wait_for),
-        MethodId::ProcessWrite => asked.run::<process::Write>(methods::process::write),
+        MethodId::ProcessRead => undecoded.run::<process::Read>(methods::process::read),
+        MethodId::ProcessResize => undecoded.run::<process::Resize>(methods::process::resize),
+        MethodId::ProcessSignal => undecoded.run::<process::Signal>(methods::process::signal),
+        MethodId::ProcessSnapshot => undecoded.run::<process::Snapshot>(methods::process::snapshot),
+        MethodId::ProcessStart => undecoded.run::<process::Start>(methods::process::start),
+        MethodId::ProcessTerminate => {
+            undecoded.run::<process::Terminate>(methods::process::terminate)
+        }
+        MethodId::ProcessWait => undecoded.run::<process::Wait>(methods::process::wait),
+        MethodId::ProcessWaitFor => undecoded.run::<process::WaitFor>(methods::process::wait_for),
+        MethodId::ProcessWrite => undecoded.run::<process::Write>(methods::process::write),
     }
 }
 

@@ -146,7 +146,7 @@ struct FileLaneState {
     /// Threads that drain the lane.
     at_work: usize,
     /// Number of jobs started since the lane was created.
-    begun: u64,
+    jobs_started: u64,
     /// Whether a task checks periodically that the lane still starts jobs.
     watched: bool,
 }
@@ -224,7 +224,7 @@ impl FileLane {
     fn watch(self: &Arc<Self>) {
         let lane = Arc::clone(self);
         self.runtime.spawn(async move {
-            let mut seen = lane.state.lock().begun;
+            let mut seen = lane.state.lock().jobs_started;
             loop {
                 tokio::time::sleep(STUCK).await;
                 let limit = lane.limit();
@@ -233,12 +233,12 @@ impl FileLane {
                     state.watched = false;
                     return;
                 }
-                if state.begun == seen && state.at_work < limit {
+                if state.jobs_started == seen && state.at_work < limit {
                     state.at_work += 1;
                     drop(state);
                     lane.assign(None);
                 } else {
-                    seen = state.begun;
+                    seen = state.jobs_started;
                 }
             }
         });
@@ -259,7 +259,7 @@ impl FileLane {
                 state.at_work -= 1;
                 return;
             }
-            state.begun += 1;
+            state.jobs_started += 1;
         }
     }
 }

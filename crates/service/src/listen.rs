@@ -327,7 +327,7 @@ impl Listener {
     async fn accept(&self, server: &ExecServer) -> io::Result<()> {
         let (connection, peer) = self.listening.accept().await?;
         let address = peer.map(|peer| peer.ip());
-        let Some(place) = server.connection_counter().enter(address) else {
+        let Some(counted) = server.connection_counter().enter(address) else {
             return Ok(());
         };
         // A process that was not sandboxed when it connected need not be asked for.
@@ -344,7 +344,7 @@ impl Listener {
             address,
             ends: peer.zip(self.address()),
             certificate: None,
-            place,
+            counted,
         };
         match &self.tls {
             None => {
@@ -410,7 +410,7 @@ struct AcceptedConnection {
     ends: Option<(SocketAddr, SocketAddr)>,
     /// The key of the client certificate, if the client has one.
     certificate: Option<Pin>,
-    place: CountedConnection,
+    counted: CountedConnection,
 }
 
 impl AcceptedConnection {
@@ -483,14 +483,14 @@ impl AcceptedConnection {
                     let Self {
                         server,
                         name,
-                        place,
+                        counted,
                         ..
                     } = self;
                     // Boxed, so that the task of a connection in its handshake stays small.
                     let served =
                         server.serve_admitted(link, name, SessionLifetime::Resumable, admission);
                     Box::pin(served).await;
-                    drop(place);
+                    drop(counted);
                 }
                 return;
             }
@@ -557,7 +557,7 @@ impl AcceptedConnection {
             self.refuse(RefusalCause::Sandbox, text);
             return Err(response(403, text, None));
         }
-        match self.place.refusal() {
+        match self.counted.refusal() {
             Some(limit) => {
                 self.refuse(RefusalCause::Limit, limit);
                 Err(response(503, limit, None))

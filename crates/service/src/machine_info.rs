@@ -53,7 +53,7 @@ impl MachineInfo {
         let found = Arc::clone(&enforceable);
         // The thread ends when it has the result. If it cannot be started, processes with a managed
         // network could not be started either, so the result is false.
-        let asked = std::thread::Builder::new()
+        let thread = std::thread::Builder::new()
             .name("examine".to_owned())
             .spawn(move || {
                 let host = executor.sandbox_host();
@@ -61,7 +61,7 @@ impl MachineInfo {
                 *found.0.lock() = Some(yes);
                 found.1.notify_all();
             });
-        if asked.is_err() {
+        if thread.is_err() {
             let mut enforceable = enforceable.0.lock();
             *enforceable = Some(false);
         }

@@ -227,8 +227,8 @@ mod tests {
         let server = ExecServer::new(ExecServerConfig::default()).unwrap();
         let method = MethodIndex::from(RequestedMethod::of("process/list"));
         let metrics = server.metrics();
-        metrics.answered(method, Duration::from_micros(50), false);
-        metrics.answered(method, Duration::from_secs(60), true);
+        metrics.record_response(method, Duration::from_micros(50), false);
+        metrics.record_response(method, Duration::from_secs(60), true);
         metrics.refused(AuthError::Expired.into());
         let page = render(&server);
         for line in [

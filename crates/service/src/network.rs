@@ -38,8 +38,8 @@ impl PolicyDecider for ClientPolicyDecider {
             let answer = match driver {
                 None => None,
                 Some(driver) => {
-                    let asked = driver.server_requests.ask(&driver.outbox, &params);
-                    tokio::time::timeout(timeout, asked).await.ok().flatten()
+                    let decision = driver.server_requests.send_request(&driver.outbox, &params);
+                    tokio::time::timeout(timeout, decision).await.ok().flatten()
                 }
             };
             answer.unwrap_or_else(PolicyAnswer::not_allowed)

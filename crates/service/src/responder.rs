@@ -101,7 +101,9 @@ impl RequestResponder {
     /// Records the response in metrics and traces.
     fn count(&mut self) {
         let took = self.since.elapsed();
-        self.outbox.metrics.answered(self.method, took, self.failed);
+        self.outbox
+            .metrics
+            .record_response(self.method, took, self.failed);
         if let Some(trace) = self.trace.take() {
             let (tracer, context) = *trace;
             tracer.record(context, self.method.name(), took, self.failed);
@@ -113,17 +115,17 @@ impl RequestResponder {
     /// If the first piece cannot be read, sends an error.
     pub(crate) fn send_in_pieces(
         mut self,
-        place: (&Arc<FileLane>, &CancellationToken),
+        lane: (&Arc<FileLane>, &CancellationToken),
         mut source: FileSource,
     ) {
-        let begun = pieces::reserved(PIECE_COST).and_then(|mut head| {
+        let reserved_head = pieces::reserved(PIECE_COST).and_then(|mut head| {
             self.begin_result(&mut head);
             head.extend_from_slice(b"{\"dataBase64\":\"");
             // The file was larger than one piece when it was opened, and may have been cut since.
             let is_complete = source.next(&mut head)?;
             Ok((head, is_complete))
         });
-        let head = match begun {
+        let head = match reserved_head {
             Ok((mut message, true)) => {
                 message.extend_from_slice(pieces::END);
                 return self.send_message(message);
@@ -132,8 +134,7 @@ impl RequestResponder {
             Err(error) => return self.send_error(error),
         };
         self.count();
-        let pieces =
-            PiecewiseResponse::new(place, &self.outbox, head, source, self.reserved.take());
+        let pieces = PiecewiseResponse::new(lane, &self.outbox, head, source, self.reserved.take());
         self.outbox.push_pieces(pieces);
     }
 

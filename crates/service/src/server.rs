@@ -346,13 +346,13 @@ impl ExecServer {
             .map(|managed| managed.process.clone())
             .collect();
         process::end_all(&processes, grace).await;
-        let told = async {
+        let notified = async {
             for process in &processes {
                 process.wait_for(|log| log.close().map(|_| ())).await;
             }
         };
         // A process whose output is not read must not delay the others.
-        let _ = tokio::time::timeout(LAST_WORDS, told).await;
+        let _ = tokio::time::timeout(LAST_WORDS, notified).await;
         closing.cancel();
         let mut served = connections.subscribe();
         let _ = tokio::time::timeout(FAREWELL, served.wait_for(|count| *count == 0)).await;

@@ -25,7 +25,7 @@ pub(crate) struct ServerRequests {
     /// This lock is never held across an await.
     state: Mutex<ServerRequestsState>,
     /// Signals that a request was sent.
-    begun: Notify,
+    request_started: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -53,7 +53,7 @@ impl ServerRequests {
     /// has ended.
     ///
     /// Has no timeout. Cancel safe: if this future is dropped, the pending request is removed.
-    pub(crate) async fn ask(
+    pub(crate) async fn send_request(
         self: &Arc<Self>,
         outbox: &Outbox,
         params: &PolicyRequestParams,
@@ -80,7 +80,7 @@ impl ServerRequests {
             message,
             _reserved: None,
         });
-        self.begun.notify_one();
+        self.request_started.notify_one();
         answer.await.ok()
     }
 
@@ -109,8 +109,8 @@ impl ServerRequests {
     }
 
     /// Waits until a request is sent; returns immediately if one was sent since the last call.
-    pub(crate) async fn begun(&self) {
-        self.begun.notified().await;
+    pub(crate) async fn request_started(&self) {
+        self.request_started.notified().await;
     }
 
     /// Ends all pending requests without a response and refuses new ones.
@@ -157,7 +157,7 @@ mod tests {
     ) -> tokio::task::JoinHandle<Option<PolicyAnswer>> {
         let outbox = Outbox::alone();
         let server_requests = Arc::clone(server_requests);
-        tokio::spawn(async move { server_requests.ask(&outbox, &params()).await })
+        tokio::spawn(async move { server_requests.send_request(&outbox, &params()).await })
     }
 
     fn allow() -> Option<&'static str> {
@@ -168,9 +168,9 @@ mod tests {
     async fn each_response_completes_the_request_with_its_id() {
         let server_requests = Arc::new(ServerRequests::default());
         let first = asked(&server_requests);
-        server_requests.begun().await;
+        server_requests.request_started().await;
         let second = asked(&server_requests);
-        server_requests.begun().await;
+        server_requests.request_started().await;
         assert!(server_requests.is_pending());
         let number = RequestId::Number;
         let deny = Some(r#"{"decision":{"type":"deny","reason":"no"}}"#);
@@ -215,7 +215,7 @@ mod tests {
             Some("{}"),
         ] {
             let asked = asked(&server_requests);
-            server_requests.begun().await;
+            server_requests.request_started().await;
             id += 1;
             assert_eq!(
                 server_requests.settle(&RequestId::Number(id), odd),
@@ -230,7 +230,7 @@ mod tests {
         let server_requests = Arc::new(ServerRequests::default());
         let mut all: Vec<_> = (0..MAX_ASKS).map(|_| asked(&server_requests)).collect();
         while server_requests.state.lock().waiting.len() < MAX_ASKS {
-            server_requests.begun().await;
+            server_requests.request_started().await;
         }
         assert_eq!(asked(&server_requests).await.unwrap(), None);
         let gone = all.pop().unwrap();

@@ -381,7 +381,7 @@ impl ConnectionReader {
                     }
                     continue;
                 }
-                () = self.connection.server_requests.begun(), if !pending => continue,
+                () = self.connection.server_requests.request_started(), if !pending => continue,
                 () = &mut alarm, if wake => continue,
             };
             if let Some(text) = self.ahead.pop() {
@@ -475,9 +475,9 @@ fn answer(connection: &Connection, text: &str) -> bool {
 
 /// Yields once to the tasks that were woken before, without polling the IO driver.
 async fn yield_to_woken() {
-    let mut asked = false;
+    let mut requested = false;
     std::future::poll_fn(|cx| {
-        if std::mem::replace(&mut asked, true) {
+        if std::mem::replace(&mut requested, true) {
             return Poll::Ready(());
         }
         cx.waker().wake_by_ref();
@@ -564,14 +564,14 @@ fn receive(
                 refuse(connection, &error);
             }
         }
-        Ok(Message::Response { id, result }) => answered(connection, &id, Some(result)),
-        Ok(Message::Error { id, .. }) => answered(connection, &id, None),
+        Ok(Message::Response { id, result }) => handle_response(connection, &id, Some(result)),
+        Ok(Message::Error { id, .. }) => handle_response(connection, &id, None),
     }
 }
 
 /// Processes a response of the client. If no request has its id, sends an error and keeps the
 /// connection open.
-fn answered(connection: &Connection, id: &RequestId, result: Option<&str>) {
+fn handle_response(connection: &Connection, id: &RequestId, result: Option<&str>) {
     if connection.server_requests.settle(id, result) == AnsweredRequest::Stray {
         let message = format!("no request of this server has the id {id}");
         refuse(connection, &message);

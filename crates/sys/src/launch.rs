@@ -322,9 +322,9 @@ mod tests {
         assert!(held.len() >= 3, "{}", held.len());
         assert_eq!(output_of(c"echo started"), "started\n");
         drop(held);
-        let begun = std::time::Instant::now();
+        let started_at = std::time::Instant::now();
         assert_eq!(output_of(c"echo started"), "started\n");
-        assert!(begun.elapsed() < Duration::from_secs(5));
+        assert!(started_at.elapsed() < Duration::from_secs(5));
     }
 
     #[test]

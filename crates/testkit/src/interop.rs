@@ -134,7 +134,7 @@ pub async fn command_survives_a_cut(
     registry: &codex::CodexRegistry,
     cut: impl Future<Output = ()> + Send + 'static,
 ) {
-    survives(Way::Registry(registry), 10, RUN_LIMIT, cut).await;
+    survives(CodexTarget::Registry(registry), 10, RUN_LIMIT, cut).await;
 }
 
 /// A command loses no output when the client cannot reach the server for `length`.
@@ -145,18 +145,18 @@ pub async fn command_survives_a_cut(
 ///
 /// Output is missing.
 pub async fn command_survives_an_outage(
-    way: Way<'_>,
+    target: CodexTarget<'_>,
     length: Duration,
     outage: impl Future<Output = ()> + Send + 'static,
 ) {
     // The command still runs when the client is back.
     let lines = u32::try_from(length.as_secs()).unwrap_or(u32::MAX) + 8;
-    survives(way, lines, RUN_LIMIT + length, outage).await;
+    survives(target, lines, RUN_LIMIT + length, outage).await;
 }
 
 /// How the CLI reaches the server.
 #[derive(Debug, Clone, Copy)]
-pub enum Way<'a> {
+pub enum CodexTarget<'a> {
     /// At this URL.
     Url(&'a str),
     /// Through this registry.
@@ -166,7 +166,7 @@ pub enum Way<'a> {
 /// Runs a command that prints a line each second, awaits `cut` after its start, and checks that all
 /// lines arrive.
 async fn survives(
-    way: Way<'_>,
+    target: CodexTarget<'_>,
     lines: u32,
     limit: Duration,
     cut: impl Future<Output = ()> + Send + 'static,
@@ -178,7 +178,7 @@ async fn survives(
         tether.command()
     );
     let connected = tether.connected();
-    let (started, begun) = oneshot::channel();
+    let (started, has_started) = oneshot::channel();
     let cutting = tokio::spawn(async move {
         let _ = connected.await;
         cut.await;
@@ -186,7 +186,7 @@ async fn survives(
     });
     let script = [
         ModelTurn::Calls(vec![FunctionCall::exec_command("run", &command, YIELD_MS)]),
-        ModelTurn::Wait(begun),
+        ModelTurn::Wait(has_started),
         ModelTurn::Calls(vec![FunctionCall::write_stdin(
             "wait",
             "run",
@@ -196,25 +196,27 @@ async fn survives(
         ModelTurn::Message("done".to_owned()),
     ];
     let model = FakeModel::start(script).await;
-    let run = match way {
-        Way::Url(url) => codex::exec(&home, &model, url, limit).await,
-        Way::Registry(registry) => codex::exec_registered(&home, &model, registry, limit).await,
+    let run = match target {
+        CodexTarget::Url(url) => codex::exec(&home, &model, url, limit).await,
+        CodexTarget::Registry(registry) => {
+            codex::exec_registered(&home, &model, registry, limit).await
+        }
     };
     model.finish();
     cutting
         .await
         .expect("the task that cuts the sockets succeeds");
-    let said = |id: &str| {
+    let output_of = |id: &str| {
         model
             .output(id)
             .unwrap_or_else(|| panic!("no answer to `{id}`\n{}", run.stderr))
     };
-    let answers = [said("run"), said("wait")].concat();
+    let answers = [output_of("run"), output_of("wait")].concat();
     for number in 1..=lines {
         let line = format!("line-{number}\n");
         assert_eq!(answers.matches(&line).count(), 1, "{line} in\n{answers}");
     }
-    expect(&said("wait"), &["Process exited with code 8\n"]);
+    expect(&output_of("wait"), &["Process exited with code 8\n"]);
     tether.released().await;
 }
 
@@ -273,7 +275,7 @@ pub async fn managed_network_allows_only_hosts_of_the_cli(url: &str) {
             .to_ascii_lowercase()
     };
     for way in ["allowed", "tunnel", "socks"] {
-        expect(&part(way), &["200 ok", "reached\n"]);
+        expect(&part(target), &["200 ok", "reached\n"]);
     }
     expect(
         &part("denied"),
@@ -284,9 +286,9 @@ pub async fn managed_network_allows_only_hosts_of_the_cli(url: &str) {
         &["403", "x-proxy-error: blocked-by-allowlist"],
     );
     expect(&part("direct"), &["curl: (7)"]);
-    let asked = site.asked();
-    let asked: Vec<_> = asked.iter().map(|asked| asked.path()).collect();
-    assert_eq!(asked, ["/allowed", "/tunnel", "/socks"]);
+    let requests = site.requests();
+    let paths: Vec<_> = requests.iter().map(|request| request.path()).collect();
+    assert_eq!(paths, ["/allowed", "/tunnel", "/socks"]);
 }
 
 /// The CLI is requested to decide about a host that its requirements do not name, has the model
@@ -489,8 +491,8 @@ pub async fn running_process_ends_with_the_run(url: &str) {
 
 /// HTTP server that is an MCP server with one tool, `greet`.
 async fn tool_site() -> HttpSite {
-    HttpSite::start(|asked, mut stream| async move {
-        let message: Value = serde_json::from_slice(&asked.body).unwrap_or_default();
+    HttpSite::start(|request, mut stream| async move {
+        let message: Value = serde_json::from_slice(&request.body).unwrap_or_default();
         let result = match message["method"].as_str() {
             Some("initialize") => json!({
                 "protocolVersion": message["params"]["protocolVersion"],
@@ -541,8 +543,12 @@ pub async fn tools_over_http_are_reached_from_the_server(url: &str) {
     let session = FinishedSession::run_with(CodexHome::new(), url, &tables, script).await;
     expect(&session.answer("call"), &["greetings"]);
     let token = format!("Bearer {}", MARKER.1);
-    for asked in site.asked() {
-        assert_eq!(asked.header("authorization"), Some(&*token), "{asked:?}");
+    for request in site.requests() {
+        assert_eq!(
+            request.header("authorization"),
+            Some(&*token),
+            "{request:?}"
+        );
     }
 }
 

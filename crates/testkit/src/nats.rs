@@ -241,7 +241,7 @@ impl Nats {
     /// # Panics
     ///
     /// There is no response.
-    pub async fn ask(&self, subject: &str, body: &str) -> Value {
+    pub async fn request(&self, subject: &str, body: &str) -> Value {
         let exchange = async {
             let mut stream = BufReader::new(TcpStream::connect(self.address).await?);
             let request = format!(
@@ -259,9 +259,7 @@ impl Nats {
             stream.read_line(&mut line).await?;
             std::io::Result::Ok(line)
         };
-        let answer = timeout(TIMEOUT, exchange)
-            .await
-            .expect("an answer in time");
+        let answer = timeout(TIMEOUT, exchange).await.expect("an answer in time");
         let answer = answer.expect("an answer");
         serde_json::from_str(&answer).unwrap_or_else(|_| panic!("no JSON: {answer}"))
     }
@@ -271,7 +269,7 @@ impl Nats {
     /// # Panics
     ///
     /// The message cannot be published.
-    pub async fn tell(&self, subject: &str, body: &str) {
+    pub async fn publish_message(&self, subject: &str, body: &str) {
         self.publish(subject, "", body).await;
     }
 
@@ -295,16 +293,16 @@ impl Nats {
                 body.len()
             );
             stream.write_all(request.as_bytes()).await?;
-            let (mut line, mut heard) = (String::new(), true);
+            let (mut line, mut has_responder) = (String::new(), true);
             // All responses arrive before the pong.
             while !line.starts_with("PONG") {
                 line.clear();
                 if stream.read_line(&mut line).await? == 0 {
                     return Err(std::io::ErrorKind::UnexpectedEof.into());
                 }
-                heard &= !line.contains("503");
+                has_responder &= !line.contains("503");
             }
-            std::io::Result::Ok(heard)
+            std::io::Result::Ok(has_responder)
         };
         let response = timeout(TIMEOUT, exchange)
             .await

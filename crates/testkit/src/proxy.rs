@@ -39,7 +39,7 @@ struct TcpProxyShared {
     /// Bytes forwarded to clients.
     carried: AtomicU64,
     /// Copy of all bytes to clients, if recording is on.
-    heard: Mutex<Option<Vec<u8>>>,
+    recorded: Mutex<Option<Vec<u8>>>,
 }
 
 impl TcpProxy {
@@ -60,7 +60,7 @@ impl TcpProxy {
             refuses: watch::Sender::new(false),
             accepted: AtomicU64::new(0),
             carried: AtomicU64::new(0),
-            heard: Mutex::default(),
+            recorded: Mutex::default(),
         });
         let task = tokio::spawn(accept(listener, Arc::clone(&shared)));
         Self {
@@ -126,7 +126,7 @@ impl TcpProxy {
 
     /// Starts to record data to clients.
     pub fn listen(&self) {
-        *self.shared.heard.lock() = Some(Vec::new());
+        *self.shared.recorded.lock() = Some(Vec::new());
     }
 
     /// Returns the messages of a method that clients received since [`TcpProxy::listen`].
@@ -134,15 +134,15 @@ impl TcpProxy {
     /// Searches the recorded bytes; finds only short unencrypted messages in one frame.
     #[must_use]
     pub fn sent(&self, method: &str) -> Vec<serde_json::Value> {
-        let heard = self.shared.heard.lock();
-        let heard = String::from_utf8_lossy(heard.as_deref().unwrap_or_default());
+        let recorded = self.shared.recorded.lock();
+        let recorded = String::from_utf8_lossy(recorded.as_deref().unwrap_or_default());
         let name = format!("\"method\":\"{method}\"");
         // No object is nested before the name of the method.
-        heard
+        recorded
             .match_indices(&name)
-            .filter_map(|(at, _)| heard[..at].rfind('{'))
+            .filter_map(|(at, _)| recorded[..at].rfind('{'))
             .filter_map(|at| {
-                serde_json::Deserializer::from_str(&heard[at..])
+                serde_json::Deserializer::from_str(&recorded[at..])
                     .into_iter()
                     .next()?
                     .ok()
@@ -233,9 +233,9 @@ async fn pump(
             shared
                 .carried
                 .fetch_add(part.len() as u64, Ordering::SeqCst);
-            let mut heard = shared.heard.lock();
-            if let Some(heard) = heard.as_mut() {
-                heard.extend_from_slice(part);
+            let mut recorded = shared.recorded.lock();
+            if let Some(recorded) = recorded.as_mut() {
+                recorded.extend_from_slice(part);
             }
         }
         if last {

@@ -40,7 +40,7 @@ impl ReceivedRequest {
 /// A running server; dropping it ends it.
 pub struct HttpSite {
     address: SocketAddr,
-    asked: Arc<Mutex<Vec<ReceivedRequest>>>,
+    requests: Arc<Mutex<Vec<ReceivedRequest>>>,
     task: JoinHandle<()>,
 }
 
@@ -74,8 +74,8 @@ impl HttpSite {
         let address = listener
             .local_addr()
             .expect("a bound socket has an address");
-        let asked: Arc<Mutex<Vec<ReceivedRequest>>> = Arc::default();
-        let (record, answer) = (Arc::clone(&asked), Arc::new(answer));
+        let requests: Arc<Mutex<Vec<ReceivedRequest>>> = Arc::default();
+        let (record, answer) = (Arc::clone(&requests), Arc::new(answer));
         // Ends when the site is dropped.
         let task = tokio::spawn(async move {
             while let Ok((mut stream, _)) = listener.accept().await {
@@ -91,7 +91,7 @@ impl HttpSite {
         });
         Self {
             address,
-            asked,
+            requests,
             task,
         }
     }
@@ -124,8 +124,8 @@ impl HttpSite {
 
     /// Returns the requests so far.
     #[must_use]
-    pub fn asked(&self) -> Vec<ReceivedRequest> {
-        self.asked.lock().clone()
+    pub fn requests(&self) -> Vec<ReceivedRequest> {
+        self.requests.lock().clone()
     }
 }
 

@@ -478,13 +478,13 @@ impl<H: Handler> PeerReader<H> {
 impl<H> PeerReader<H> {
     /// Returns that the server closed the connection, with the reason unless it was a normal close.
     fn closed_by_server(&self) -> String {
-        let said = "the server closed the connection";
+        let reason = "the server closed the connection";
         match self.incoming.close_reason() {
-            Some((code, "")) if code > close_code::GOING_AWAY => format!("{said} (code {code})"),
+            Some((code, "")) if code > close_code::GOING_AWAY => format!("{reason} (code {code})"),
             Some((code, reason)) if code > close_code::GOING_AWAY => {
-                format!("{said}: {} (code {code})", printable(reason))
+                format!("{reason}: {} (code {code})", printable(reason))
             }
-            _ => said.to_owned(),
+            _ => reason.to_owned(),
         }
     }
 }
@@ -548,7 +548,7 @@ async fn dispatch<H: Handler>(
             // Run in a separate task, so that the reader never waits for the writer. The task ends
             // with the connection.
             tokio::spawn(async move {
-                let said = async {
+                let reason = async {
                     let answer = answer.await;
                     let _ = shared
                         .send(|out| match &answer {
@@ -558,7 +558,7 @@ async fn dispatch<H: Handler>(
                         .await;
                 };
                 tokio::select! {
-                    () = said => {}
+                    () = reason => {}
                     _ = closed.wait_for(Option::is_some) => {}
                 }
             });
@@ -623,12 +623,12 @@ mod tests {
         tokio::io::AsyncWriteExt::write_all(&mut there, &header)
             .await
             .unwrap();
-        let said = "websocket frame of 67108865 bytes exceeds the limit of 67108864";
-        assert_eq!(&*close_reason(&peer).await, said);
+        let reason = "websocket frame of 67108865 bytes exceeds the limit of 67108864";
+        assert_eq!(&*close_reason(&peer).await, reason);
         let (reader, writer) = tokio::io::split(there);
         let mut server = Link::websocket(WebsocketRole::Server, reader, writer, Vec::new());
         assert_eq!(server.incoming.recv().await.unwrap(), None);
-        assert_eq!(server.incoming.close_reason(), Some((1009, said)));
+        assert_eq!(server.incoming.close_reason(), Some((1009, reason)));
     }
 
     #[tokio::test]

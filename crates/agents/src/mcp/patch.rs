@@ -227,7 +227,7 @@ pub(crate) fn apply(path: &str, text: &str, hunks: &[Hunk]) -> Result<String, Pa
                 None => {}
             }
         }
-        let place = if hunk.old.is_empty() {
+        let position = if hunk.old.is_empty() {
             // The hunk only adds lines: after the header, or at the end.
             Some(match hunk.header {
                 Some(_) => from,
@@ -238,7 +238,7 @@ pub(crate) fn apply(path: &str, text: &str, hunks: &[Hunk]) -> Result<String, Pa
             find(&lines, &hunk.old, from, hunk.at_end)
                 .or_else(|| find(&lines, &hunk.old, at, hunk.at_end))
         };
-        let Some(place) = place else {
+        let Some(position) = position else {
             let mut shown = String::new();
             for line in &hunk.old {
                 // Writing to a string cannot fail.
@@ -250,9 +250,9 @@ pub(crate) fn apply(path: &str, text: &str, hunks: &[Hunk]) -> Result<String, Pa
                 lines: shown,
             });
         };
-        result.extend(&lines[at..place]);
+        result.extend(&lines[at..position]);
         result.extend(hunk.new.iter().map(String::as_str));
-        at = place + hunk.old.len();
+        at = position + hunk.old.len();
     }
     result.extend(&lines[at..]);
     let mut changed = result.join(line_end);

@@ -269,12 +269,12 @@ pub(super) fn complete(bytes: &[u8]) -> usize {
             0xF0..=0xF4 => 4,
             _ => 1,
         };
-        let begun = length > back
+        let has_cut_character = length > back
             && std::str::from_utf8(&bytes[at..]).is_err_and(|error| {
                 // Without `error_len`, more bytes could complete the character.
                 error.valid_up_to() == 0 && error.error_len().is_none()
             });
-        return if begun { at } else { bytes.len() };
+        return if has_cut_character { at } else { bytes.len() };
     }
     bytes.len()
 }

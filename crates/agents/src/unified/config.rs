@@ -95,32 +95,32 @@ impl Default for UnifiedExecConfig {
 
 impl UnifiedExecConfig {
     /// Yield time of an `exec_command` call.
-    pub fn exec_yield(&self, asked: Option<Duration>) -> Duration {
-        let asked = asked.unwrap_or(self.default_exec_yield);
-        within(asked, self.min_yield, self.max_yield)
+    pub fn exec_yield(&self, requested: Option<Duration>) -> Duration {
+        let requested = requested.unwrap_or(self.default_exec_yield);
+        within(requested, self.min_yield, self.max_yield)
     }
 
     /// Yield time of a `write_stdin` call.
-    pub fn write_yield(&self, asked: Option<Duration>, is_poll: bool) -> Duration {
-        let asked = asked.unwrap_or(self.default_write_yield);
+    pub fn write_yield(&self, requested: Option<Duration>, is_poll: bool) -> Duration {
+        let requested = requested.unwrap_or(self.default_write_yield);
         if is_poll {
-            within(asked, self.min_poll, self.max_poll)
+            within(requested, self.min_poll, self.max_poll)
         } else {
-            within(asked, self.min_yield, self.max_yield)
+            within(requested, self.min_yield, self.max_yield)
         }
     }
 
     /// Maximum number of output tokens of a result.
-    pub fn output_tokens(&self, asked: Option<usize>) -> usize {
-        asked
+    pub fn output_tokens(&self, requested: Option<usize>) -> usize {
+        requested
             .unwrap_or(self.default_output_tokens)
             .min(self.max_output_tokens)
     }
 }
 
 /// Like `clamp`, but does not panic if `min` is greater than `max`: then `min` is used.
-fn within(asked: Duration, min: Duration, max: Duration) -> Duration {
-    asked.min(max).max(min)
+fn within(requested: Duration, min: Duration, max: Duration) -> Duration {
+    requested.min(max).max(min)
 }
 
 /// Generator of session ids and result ids.
@@ -141,7 +141,7 @@ mod tests {
     fn yield_times_are_clamped_to_their_limits() {
         let config = UnifiedExecConfig::default();
         let millis = Duration::from_millis;
-        for (asked, exec, write, poll) in [
+        for (requested, exec, write, poll) in [
             (None, 10_000, 250, 5_000),
             (Some(0), 250, 250, 5_000),
             (Some(249), 250, 250, 5_000),
@@ -152,10 +152,18 @@ mod tests {
             (Some(300_001), 30_000, 30_000, 300_000),
             (Some(u64::MAX), 30_000, 30_000, 300_000),
         ] {
-            let asked = asked.map(millis);
-            assert_eq!(config.exec_yield(asked), millis(exec), "{asked:?}");
-            assert_eq!(config.write_yield(asked, false), millis(write), "{asked:?}");
-            assert_eq!(config.write_yield(asked, true), millis(poll), "{asked:?}");
+            let requested = requested.map(millis);
+            assert_eq!(config.exec_yield(requested), millis(exec), "{requested:?}");
+            assert_eq!(
+                config.write_yield(requested, false),
+                millis(write),
+                "{requested:?}"
+            );
+            assert_eq!(
+                config.write_yield(requested, true),
+                millis(poll),
+                "{requested:?}"
+            );
         }
     }
 

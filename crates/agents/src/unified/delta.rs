@@ -11,24 +11,24 @@ use super::budget::complete;
 #[derive(Debug, Default)]
 pub(super) struct CharacterJoiner {
     /// Incomplete character of each stream: at most three bytes.
-    begun: [Bytes; 3],
+    partial_characters: [Bytes; 3],
 }
 
 impl CharacterJoiner {
     /// Adds a chunk; returns the bytes up to the last complete character.
     pub(super) fn push(&mut self, stream: OutputStream, chunk: Bytes) -> Bytes {
-        let begun = &mut self.begun[index(stream)];
-        let mut whole = if begun.is_empty() {
+        let partial_characters = &mut self.partial_characters[index(stream)];
+        let mut whole = if partial_characters.is_empty() {
             chunk
         } else {
-            let mut joined = BytesMut::with_capacity(begun.len() + chunk.len());
-            joined.extend_from_slice(begun);
+            let mut joined = BytesMut::with_capacity(partial_characters.len() + chunk.len());
+            joined.extend_from_slice(partial_characters);
             joined.extend_from_slice(&chunk);
             joined.freeze()
         };
         let end = complete(&whole);
         // Copy the bytes: a slice of three bytes would keep a large chunk allocated.
-        *begun = Bytes::copy_from_slice(&whole.split_off(end));
+        *partial_characters = Bytes::copy_from_slice(&whole.split_off(end));
         whole
     }
 
@@ -40,7 +40,7 @@ impl CharacterJoiner {
             OutputStream::Pty,
         ]
         .into_iter()
-        .zip(std::mem::take(&mut self.begun))
+        .zip(std::mem::take(&mut self.partial_characters))
         .filter(|(_, bytes)| !bytes.is_empty())
     }
 }

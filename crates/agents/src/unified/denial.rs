@@ -53,12 +53,12 @@ mod tests {
 
     fn source(
         code: i32,
-        said: Option<bool>,
+        sandbox_denied: Option<bool>,
         sandbox: SandboxType,
         text: &str,
     ) -> Option<DenialSource> {
         let mut exit = ProcessExit::with_code(code);
-        exit.sandbox_denied = said;
+        exit.sandbox_denied = sandbox_denied;
         report(&exit, Some(sandbox), || text.to_owned(), true).map(|report| report.source)
     }
 

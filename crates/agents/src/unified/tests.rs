@@ -359,11 +359,11 @@ async fn poll_yield_time_is_clamped_to_poll_limits() {
         assert_eq!(answer.session_id, Some(1000));
     }
     assert!(matches!(test.event().await, UnifiedEvent::Begin { .. }));
-    let told = test.event().await;
+    let event = test.event().await;
     assert!(
-        matches!(&told, UnifiedEvent::TerminalInteraction { call_id, chars, session_id: 1000 }
+        matches!(&event, UnifiedEvent::TerminalInteraction { call_id, chars, session_id: 1000 }
             if call_id == "write" && chars.is_empty()),
-        "{told:?}"
+        "{event:?}"
     );
 }
 
@@ -415,10 +415,10 @@ async fn interrupt_without_terminal_sends_a_signal() {
     assert_eq!(answer.wall_time, Duration::ZERO);
     // A rejected write causes no interaction event, an interrupt causes one.
     test.event().await;
-    let told = test.event().await;
+    let event = test.event().await;
     assert!(
-        matches!(&told, UnifiedEvent::TerminalInteraction { chars, .. } if chars == INTERRUPT),
-        "{told:?}"
+        matches!(&event, UnifiedEvent::TerminalInteraction { chars, .. } if chars == INTERRUPT),
+        "{event:?}"
     );
     assert!(matches!(
         test.event().await,
@@ -454,11 +454,11 @@ async fn exec_command_returns_soon_after_exit_if_output_stays_open() {
     assert_eq!(answer.wall_time, millis(50));
     assert_eq!(answer.exit_code, Some(0));
     assert_eq!(answer.output, "main\ntrailing\n");
-    let mut told = Vec::new();
+    let mut event = Vec::new();
     let before = Instant::now();
     loop {
         match test.event().await {
-            UnifiedEvent::OutputDelta { chunk, .. } => told.extend_from_slice(&chunk),
+            UnifiedEvent::OutputDelta { chunk, .. } => event.extend_from_slice(&chunk),
             UnifiedEvent::End { transcript, .. } => {
                 assert_eq!(transcript, "main\ntrailing\n");
                 break;
@@ -466,7 +466,7 @@ async fn exec_command_returns_soon_after_exit_if_output_stays_open() {
             _ => {}
         }
     }
-    assert_eq!(told, b"main\ntrailing\n");
+    assert_eq!(event, b"main\ntrailing\n");
     // 140 ms after the start: 100 ms without output.
     assert_eq!(before.elapsed(), millis(90));
     // The processes that hold the output open are terminated later.
@@ -492,9 +492,9 @@ async fn streams_are_separated_and_characters_joined() {
     let answer = test.exec(PIPES, 250).await;
     assert_eq!(answer.output, "warn\n€\u{FFFD}");
     test.event().await;
-    let mut told = Vec::new();
+    let mut event = Vec::new();
     while let UnifiedEvent::OutputDelta { stream, chunk, .. } = test.event().await {
-        told.push((stream, chunk));
+        event.push((stream, chunk));
     }
     let expected: [(OutputStream, &'static [u8]); 3] = [
         (OutputStream::Stderr, b"warn\n"),
@@ -502,7 +502,7 @@ async fn streams_are_separated_and_characters_joined() {
         (OutputStream::Stdout, b"\xe2\x82"),
     ];
     assert_eq!(
-        told,
+        event,
         expected.map(|(stream, text)| (stream, Bytes::from_static(text)))
     );
 }

@@ -117,21 +117,22 @@ fn run_for_number(
     argv: &[&str],
 ) -> anyhow::Result<f64> {
     client.start_with(Some(sandbox), argv, ChildStdio::Pipe, managed)?;
-    let mut said = Vec::new();
+    let mut output = Vec::new();
     loop {
         match client.receive()? {
-            BenchMessage::Output { chunk, .. } => said.extend(STANDARD.decode(&*chunk)?),
+            BenchMessage::Output { chunk, .. } => output.extend(STANDARD.decode(&*chunk)?),
             BenchMessage::Exited { code, .. } => {
-                ensure!(code == 0, "{}", String::from_utf8_lossy(&said));
+                ensure!(code == 0, "{}", String::from_utf8_lossy(&output));
             }
             BenchMessage::Closed { .. } => break,
             _ => {}
         }
     }
-    let said = String::from_utf8(said)?;
-    said.trim()
+    let output = String::from_utf8(output)?;
+    output
+        .trim()
         .parse()
-        .with_context(|| format!("no number: {said}"))
+        .with_context(|| format!("no number: {output}"))
 }
 
 /// Median seconds from start to closed.

@@ -58,7 +58,7 @@ struct ObjectKind {
 struct Clock {
     /// Processes whose CPU time counts; the memory of the last one does.
     processes: Vec<Pid>,
-    begun: Instant,
+    started_at: Instant,
     cpu: f64,
     memory: f64,
     cost: SizeCost,
@@ -68,7 +68,7 @@ impl Clock {
     fn new(processes: Vec<Pid>) -> Self {
         Self {
             processes,
-            begun: Instant::now(),
+            started_at: Instant::now(),
             cpu: 0.0,
             memory: 0.0,
             cost: SizeCost {
@@ -83,7 +83,7 @@ impl Clock {
     fn start(&mut self) -> anyhow::Result<()> {
         self.memory = self.memory_bytes()?;
         self.cpu = self.cpu_seconds()?;
-        self.begun = Instant::now();
+        self.started_at = Instant::now();
         Ok(())
     }
 
@@ -91,13 +91,13 @@ impl Clock {
     fn all_exist(&mut self) -> anyhow::Result<()> {
         let before = Instant::now();
         self.cost.bytes = self.memory_bytes()? - self.memory;
-        self.begun += before.elapsed();
+        self.started_at += before.elapsed();
         Ok(())
     }
 
     /// To be called when all objects have ended.
     fn stop(&mut self) -> anyhow::Result<()> {
-        self.cost.seconds = self.begun.elapsed().as_secs_f64();
+        self.cost.seconds = self.started_at.elapsed().as_secs_f64();
         self.cost.cpu_seconds = self.cpu_seconds()? - self.cpu;
         Ok(())
     }

@@ -119,7 +119,7 @@ fn finish(command: &mut Command) -> anyhow::Result<()> {
         .stderr(Stdio::piped())
         .output()
         .with_context(|| format!("cannot run {command:?}"))?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{command:?}: {said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{command:?}: {stderr}");
     Ok(())
 }

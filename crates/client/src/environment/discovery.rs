@@ -108,7 +108,7 @@ impl CapabilityCache {
             root: root.root.clone(),
             sandbox: policy.clone(),
         };
-        let mut asked: Vec<(Arc<Environment>, Vec<RootKey>)> = Vec::new();
+        let mut requested: Vec<(Arc<Environment>, Vec<RootKey>)> = Vec::new();
         {
             let known = self.shared.known.lock();
             for root in roots {
@@ -117,14 +117,14 @@ impl CapabilityCache {
                 }
                 let same =
                     |(other, _): &&mut (Arc<Environment>, _)| Arc::ptr_eq(other, &root.environment);
-                match asked.iter_mut().find(same) {
+                match requested.iter_mut().find(same) {
                     Some((_, keys)) => keys.push(key(root)),
-                    None => asked.push((Arc::clone(&root.environment), vec![key(root)])),
+                    None => requested.push((Arc::clone(&root.environment), vec![key(root)])),
                 }
             }
         }
         let mut asking = JoinSet::new();
-        for (environment, keys) in asked {
+        for (environment, keys) in requested {
             let (cache, sandbox) = (self.clone(), sandbox.cloned());
             asking.spawn(async move { cache.request_discovery(&environment, keys, sandbox).await });
         }

@@ -257,8 +257,8 @@ impl Environment {
         if !client.state().is_connected() {
             return disconnected("the connection was lost and is being opened again".to_owned());
         }
-        let asked = client.call::<environment::Status>(&NoParams);
-        match tokio::time::timeout(PROBE_TIMEOUT, asked).await {
+        let call = client.call::<environment::Status>(&NoParams);
+        match tokio::time::timeout(PROBE_TIMEOUT, call).await {
             Ok(Ok(_)) => EnvironmentStatus::Ready,
             // An older server without this method has responded, so it is ready.
             Ok(Err(error)) if error.code() == Some(codes::METHOD_NOT_FOUND) => {

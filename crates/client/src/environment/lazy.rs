@@ -95,7 +95,7 @@ impl LazySession {
             return;
         };
         let mut attempt = self.attempt.lock();
-        let begun = self.state.send_if_modified(|state| {
+        let started = self.state.send_if_modified(|state| {
             let begin = match state {
                 LazyState::Idle => true,
                 LazyState::Connecting => false,
@@ -107,12 +107,12 @@ impl LazySession {
             }
             begin
         });
-        if begun {
+        if started {
             let (id, target_source) = (self.id.clone(), self.target_source.clone());
             let outcome = OutcomeGuard(self.state.clone());
             // The task ends with its outcome, or when the last user of this session is dropped.
             *attempt = Some(AbortOnDropHandle::new(runtime.spawn(async move {
-                outcome.tell(connect(&id, target_source).await);
+                outcome.publish_outcome(connect(&id, target_source).await);
             })));
         }
     }
@@ -191,7 +191,7 @@ async fn connect(
 struct OutcomeGuard(watch::Sender<LazyState>);
 
 impl OutcomeGuard {
-    fn tell(self, outcome: Result<ExecServerClient, ExecServerError>) {
+    fn publish_outcome(self, outcome: Result<ExecServerClient, ExecServerError>) {
         self.0.send_replace(match outcome {
             Ok(client) => LazyState::Connected(client),
             Err(error) => LazyState::Failed(Arc::new(error)),

@@ -261,9 +261,10 @@ impl EnvironmentManager {
                 false => Err(EnvironmentError::ProvisioningModeConflict(id.to_owned())),
             };
         }
-        let gate = known.gates.entry(id.to_owned());
-        let gate = Arc::clone(gate.or_insert_with(|| Arc::new(ProvisioningGate::new())));
-        let handle = Arc::new(Environment::externally_provisioned(id, gate));
+        let provisioning_gate = known.gates.entry(id.to_owned());
+        let provisioning_gate =
+            Arc::clone(provisioning_gate.or_insert_with(|| Arc::new(ProvisioningGate::new())));
+        let handle = Arc::new(Environment::externally_provisioned(id, provisioning_gate));
         known.put(Arc::clone(&handle));
         Ok(handle)
     }
@@ -277,8 +278,8 @@ impl EnvironmentManager {
     /// When the environment was reported as failed before, or the report is invalid. An invalid
     /// report makes a pending environment fail.
     pub fn report_ready(&self, id: &str, report: ReadyReport) -> Result<(), EnvironmentError> {
-        match self.gate(id)? {
-            Some(gate) => refused(id, gate.ready(id, report)),
+        match self.provisioning_gate(id)? {
+            Some(provisioning_gate) => refused(id, provisioning_gate.ready(id, report)),
             None => Ok(()),
         }
     }
@@ -289,23 +290,26 @@ impl EnvironmentManager {
     ///
     /// When the environment was reported as ready before.
     pub fn report_failed(&self, id: &str, reason: &str) -> Result<(), EnvironmentError> {
-        match self.gate(id)? {
-            Some(gate) => refused(id, gate.failed(reason)),
+        match self.provisioning_gate(id)? {
+            Some(provisioning_gate) => refused(id, provisioning_gate.failed(reason)),
             None => Ok(()),
         }
     }
 
     /// The readiness of an id. `None` if the environment is not externally provisioned; an unknown
     /// id is treated as externally provisioned.
-    fn gate(&self, id: &str) -> Result<Option<Arc<ProvisioningGate>>, EnvironmentError> {
+    fn provisioning_gate(
+        &self,
+        id: &str,
+    ) -> Result<Option<Arc<ProvisioningGate>>, EnvironmentError> {
         id::check(id)?;
         let mut known = self.shared.lock();
         if known.get(id).is_some() && !known.gates.contains_key(id) {
             return Ok(None);
         }
-        let gate = known.gates.entry(id.to_owned());
+        let provisioning_gate = known.gates.entry(id.to_owned());
         Ok(Some(Arc::clone(
-            gate.or_insert_with(|| Arc::new(ProvisioningGate::new())),
+            provisioning_gate.or_insert_with(|| Arc::new(ProvisioningGate::new())),
         )))
     }
 

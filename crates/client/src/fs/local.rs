@@ -135,8 +135,8 @@ impl ExecutorFileSystem for LocalFileSystem {
             if let Some(answer) = call.run_at_once() {
                 return Ok(answer?.into_response()?);
             }
-            let tell = CancelOnDrop::default();
-            let flag = Arc::clone(&tell.0);
+            let cancel_on_drop = CancelOnDrop::default();
+            let flag = Arc::clone(&cancel_on_drop.0);
             let cancelled = move || flag.load(Ordering::Relaxed);
             blocking(move || Ok(call.run(&cancelled)?.into_response()?)).await
         })
@@ -172,8 +172,8 @@ impl ExecutorFileSystem for LocalFileSystem {
     fn watch<'a>(&'a self, path: &'a PathUri, options: WatchOptions) -> Reply<'a, FileChanges> {
         Box::pin(async move {
             let start = self.engine()?.watch(path, options.sandbox.clone())?;
-            let tell = CancelOnDrop::default();
-            let cancelled = Arc::clone(&tell.0);
+            let cancel_on_drop = CancelOnDrop::default();
+            let cancelled = Arc::clone(&cancel_on_drop.0);
             let subscription = blocking(move || {
                 let WatchOptions {
                     recursive,

@@ -127,8 +127,8 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             follow_symlinks: options.links.follow(),
             sandbox: options.sandbox,
         };
-        let asked = call_typed::<wire::ReadFile, _>(self, params);
-        Box::pin(async move { Ok(asked.await?.data_base64.0) })
+        let call = call_typed::<wire::ReadFile, _>(self, params);
+        Box::pin(async move { Ok(call.await?.data_base64.0) })
     }
 
     /// Creates or replaces a file atomically: readers see the old content or the new, never a part.
@@ -206,9 +206,9 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         sandbox: Option<Sandbox>,
     ) -> Reply<'a, PathUri> {
         let path = path.clone();
-        let asked =
+        let call =
             call_typed::<wire::Canonicalize, _>(self, wire::CanonicalizeParams { path, sandbox });
-        Box::pin(async move { Ok(asked.await?.path) })
+        Box::pin(async move { Ok(call.await?.path) })
     }
 
     /// Lists a directory, in no order; [`DirectoryPages`] lists it page by page.
@@ -399,8 +399,8 @@ fn call_typed<M: FsMethod, F: ExecutorFileSystem + ?Sized>(
 }
 
 /// Discards the empty result of a method.
-fn done(asked: Reply<'_, Empty>) -> Reply<'_, ()> {
-    Box::pin(async move { asked.await.map(drop) })
+fn done(call: Reply<'_, Empty>) -> Reply<'_, ()> {
+    Box::pin(async move { call.await.map(drop) })
 }
 
 /// Optional feature of a file system.

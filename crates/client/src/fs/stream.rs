@@ -136,7 +136,7 @@ impl FileReader {
                 return Poll::Ready(Ok(()));
             }
             while !self.ended && self.ahead.len() < self.depth {
-                self.ask();
+                self.request_next_block();
             }
             let Some((len, pending)) = self.ahead.front_mut() else {
                 return Poll::Ready(Ok(()));
@@ -163,7 +163,7 @@ impl FileReader {
         }
     }
 
-    fn ask(&mut self) {
+    fn request_next_block(&mut self) {
         let (file, offset) = (Arc::clone(&self.file), self.next);
         self.next = self.next.saturating_add(BLOCK_BYTES as u64);
         let task = async move { file.read(offset, BLOCK_BYTES).await };

@@ -183,7 +183,7 @@ impl WatchRoutes {
 pub(crate) struct ChangeQueue {
     /// Never held across an await.
     waiting: Mutex<WaitingChanges>,
-    news: Notify,
+    changed_notify: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -242,7 +242,7 @@ impl ChangeQueue {
     pub(crate) async fn recv(&self) -> Option<ChangeBatch> {
         loop {
             // Created before the check, so that no notification in between is missed.
-            let news = self.news.notified();
+            let changed_notify = self.changed_notify.notified();
             {
                 let mut waiting = self.lock();
                 if let Some(batch) = waiting.take() {
@@ -252,7 +252,7 @@ impl ChangeQueue {
                     return None;
                 }
             }
-            news.await;
+            changed_notify.await;
         }
     }
 
@@ -277,7 +277,7 @@ impl ChangeQueue {
 
     fn change(&self, change: impl FnOnce(&mut WaitingChanges)) {
         change(&mut self.lock());
-        self.news.notify_waiters();
+        self.changed_notify.notify_waiters();
     }
 
     fn lock(&self) -> MutexGuard<'_, WaitingChanges> {

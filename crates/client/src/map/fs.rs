@@ -161,7 +161,7 @@ impl ChangeSource for MappedChanges {
     fn recv(&mut self) -> BoxFuture<'_, Option<ChangeBatch>> {
         Box::pin(async move {
             let mut batch = self.inner.recv().await?;
-            let told = batch.changes.len();
+            let reported = batch.changes.len();
             batch.changes.retain_mut(|change| {
                 let paths = [Some(&mut change.path), change.from.as_mut()];
                 paths.into_iter().flatten().all(|path| {
@@ -171,7 +171,7 @@ impl ChangeSource for MappedChanges {
             });
             // Changes that cannot be translated were dropped, so report an overflow instead of no
             // change.
-            batch.overflow |= batch.changes.len() < told;
+            batch.overflow |= batch.changes.len() < reported;
             Some(batch)
         })
     }

@@ -156,12 +156,12 @@ impl SshHost {
             // authentication.
             false => options.connect_timeout * 3,
         };
-        let said = self.finish(command, timeout, "let us in").await?;
-        match said.status.success() {
+        let result = self.finish(command, timeout, "let us in").await?;
+        match result.status.success() {
             true => Ok(()),
             false => Err(SshError::Connect {
                 url: self.name(),
-                reason: said.reason(),
+                reason: result.reason(),
             }),
         }
     }
@@ -202,8 +202,8 @@ impl SshHost {
             command.args(["-L", pair]);
         }
         self.destination(&mut command);
-        let said = self.finish(command, MASTER_TIMEOUT, "answer").await;
-        said.is_ok_and(|said| said.status.success())
+        let result = self.finish(command, MASTER_TIMEOUT, "answer").await;
+        result.is_ok_and(|result| result.status.success())
     }
 
     /// Runs a script on the host in a POSIX `sh`, independent of the user's login shell.
@@ -216,13 +216,13 @@ impl SshHost {
     ) -> Result<SshCommandResult, SshError> {
         let mut command = self.remote_command(script, args);
         command.stdin(stdin);
-        let said = self.finish(command, timeout, "answer").await?;
-        match said.code() {
+        let result = self.finish(command, timeout, "answer").await?;
+        match result.code() {
             Some(SSH_FAILED) => Err(SshError::Connect {
                 url: self.name(),
-                reason: said.reason(),
+                reason: result.reason(),
             }),
-            _ => Ok(said),
+            _ => Ok(result),
         }
     }
 
@@ -252,12 +252,12 @@ impl SshHost {
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = self.spawn(&mut command)?;
         let (mut stdout, mut stderr) = (child.stdout.take(), child.stderr.take());
-        let (mut said, mut complained) = (Vec::new(), Vec::new());
+        let (mut result, mut complained) = (Vec::new(), Vec::new());
         let run = async {
             let status = {
                 let reading = async {
                     tokio::join!(
-                        gather(&mut stdout, &mut said),
+                        gather(&mut stdout, &mut result),
                         gather(&mut stderr, &mut complained)
                     )
                 };
@@ -282,7 +282,7 @@ impl SshHost {
         let status = tokio::time::timeout(timeout, run).await.map_err(late)??;
         Ok(SshCommandResult {
             status,
-            stdout: String::from_utf8_lossy(&said).into_owned(),
+            stdout: String::from_utf8_lossy(&result).into_owned(),
             stderr: String::from_utf8_lossy(&complained).into_owned(),
         })
     }
@@ -329,19 +329,19 @@ impl SshHost {
                 let mut stderr = Vec::new();
                 gather(&mut complaints, &mut stderr).await;
                 let status = child.wait().await.map_err(|error| self.cannot_run(error))?;
-                let said = SshCommandResult {
+                let result = SshCommandResult {
                     status,
                     stdout: String::new(),
                     stderr: String::from_utf8_lossy(&stderr).into_owned(),
                 };
-                return Err(match said.code() {
+                return Err(match result.code() {
                     Some(SSH_FAILED) => SshError::Connect {
                         url: self.name(),
-                        reason: said.reason(),
+                        reason: result.reason(),
                     },
                     _ => SshError::Daemon {
                         url: self.name(),
-                        reason: said.reason(),
+                        reason: result.reason(),
                     },
                 });
             };

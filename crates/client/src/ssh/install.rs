@@ -108,10 +108,10 @@ impl SshHost {
         loop {
             let (script, args) = self.start_script(None).await?;
             let args: Vec<&str> = args.iter().map(String::as_str).collect();
-            let said = self
+            let result = self
                 .script(script, &args, Stdio::null(), START_TIMEOUT)
                 .await?;
-            match said.marked() {
+            match result.marked() {
                 Some(words) => match words.strip_prefix("missing ") {
                     Some(machine) if !installed => {
                         self.install(machine).await?;
@@ -122,7 +122,7 @@ impl SshHost {
                 None => {
                     return Err(SshError::Daemon {
                         url: self.name(),
-                        reason: said.reason(),
+                        reason: result.reason(),
                     });
                 }
             }
@@ -172,26 +172,26 @@ impl SshHost {
         let size = binary.bytes.to_string();
         let args = [binary.name.as_str(), &binary.sha256, &size];
         // No time limit: ssh itself detects a stalled connection.
-        let said = self
+        let result = self
             .script(INSTALL, &args, Stdio::from(file), Duration::MAX)
             .await?;
-        match (said.code(), said.marked()) {
+        match (result.code(), result.marked()) {
             (Some(0), Some("installed")) => Ok(()),
             (Some(UNFIT), _) => Err(SshError::Unfit {
                 url: self.name(),
                 binary: path.clone(),
-                reason: said.reason(),
+                reason: result.reason(),
             }),
             _ => Err(SshError::Install {
                 url: self.name(),
-                reason: said.reason(),
+                reason: result.reason(),
             }),
         }
     }
 
     /// The binary to install; read once.
     async fn binary(&self) -> Result<&InstallBinary, SshError> {
-        let look = async || {
+        let find_binary = async || {
             let (path, version) = match &self.inner.options.local_binary {
                 Some(path) => (path.clone(), self.inner.options.version.clone()),
                 None => return Err(SshError::Missing { url: self.name() }),
@@ -205,7 +205,7 @@ impl SshHost {
                 .and_then(|read| read)
                 .map_err(|source| unreadable(&path, source))
         };
-        self.inner.binary.get_or_try_init(look).await
+        self.inner.binary.get_or_try_init(find_binary).await
     }
 }
 

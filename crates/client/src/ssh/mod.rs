@@ -241,15 +241,15 @@ impl SshHost {
             true => match self.warm(first).await {
                 Ok(link) => (link, !first.is_empty()),
                 Err(unready) => {
-                    let heard = match unready {
+                    let bytes_arrived = match unready {
                         ForwardingProblem::Cold => false,
                         // The daemon responds before it processes a message. Without a response it
                         // processed none, unless the response was lost because the master has
                         // exited.
                         ForwardingProblem::Lost => !self.has_master().await,
-                        ForwardingProblem::Hung { heard } => heard,
+                        ForwardingProblem::Hung { bytes_arrived } => bytes_arrived,
                     };
-                    if heard && !repeatable {
+                    if bytes_arrived && !repeatable {
                         let url = self.name();
                         return Err(SshError::Unclear { url });
                     }
@@ -272,8 +272,8 @@ impl SshHost {
             Err(ForwardingProblem::Hung { .. }) => self.end_master().await,
         }
         self.master().await?;
-        let place = self.daemon().await?;
-        if self.forward(&place).await
+        let daemon = self.daemon().await?;
+        if self.forward(&daemon).await
             && let Ok(link) = self.warm(&[]).await
         {
             return Ok(link);
@@ -296,11 +296,11 @@ impl SshHost {
         match connect_over(&self.url().to_string(), &options, first, reader, writer).await {
             Ok(link) => Ok(link),
             Err(ConnectError::Timeout { .. }) => {
-                let heard = match held {
+                let bytes_arrived = match held {
                     Ok(held) => end_by_force(&held).await,
                     Err(_) => true,
                 };
-                Err(ForwardingProblem::Hung { heard })
+                Err(ForwardingProblem::Hung { bytes_arrived })
             }
             Err(_) => Err(ForwardingProblem::Lost),
         }
@@ -375,8 +375,8 @@ impl Dial for SshHost {
             let again = self.inner.connected.load(Ordering::Relaxed);
             let dialled = self.dial_with_first(&first.messages, first.repeatable);
             match dialled.await {
-                Ok((link, said)) => Ok(DialledLink {
-                    said,
+                Ok((link, first_messages_sent)) => Ok(DialledLink {
+                    first_messages_sent,
                     ..link.into()
                 }),
                 Err(error) if error.may_pass() && again => Err(DialError::passing(error).into()),
@@ -392,8 +392,8 @@ enum ForwardingProblem {
     Cold,
     /// The daemon or the ssh connection has ended.
     Lost,
-    /// A master exists but does not respond. `heard`: it may have delivered the first messages.
-    Hung { heard: bool },
+    /// A master exists but does not respond. `bytes_arrived`: it may have delivered the first messages.
+    Hung { bytes_arrived: bool },
 }
 
 /// Kills the ssh master behind a socket whose connection no longer works. Returns whether the

@@ -87,11 +87,11 @@ fn parse(text: &str) -> Result<SshUrl, &'static str> {
         Some(slash) => rest.split_at(slash),
         None => (rest, ""),
     };
-    let (user, place) = match authority.rsplit_once('@') {
-        Some((user, place)) => (Some(user), place),
+    let (user, host_and_port) = match authority.rsplit_once('@') {
+        Some((user, host_and_port)) => (Some(user), host_and_port),
         None => (None, authority),
     };
-    let (host, port) = match place.strip_prefix('[') {
+    let (host, port) = match host_and_port.strip_prefix('[') {
         Some(bracketed) => {
             let (host, after) = bracketed.split_once(']').ok_or("a bracket is open")?;
             match after.strip_prefix(':') {
@@ -100,9 +100,9 @@ fn parse(text: &str) -> Result<SshUrl, &'static str> {
                 None => return Err("something follows the address"),
             }
         }
-        None => match place.split_once(':') {
+        None => match host_and_port.split_once(':') {
             Some((host, port)) => (host, Some(port)),
-            None => (place, None),
+            None => (host_and_port, None),
         },
     };
     let port = match port {

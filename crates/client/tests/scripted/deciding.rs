@@ -19,7 +19,7 @@ use crate::server::{ScriptedServer, connected, soon, start_params};
 /// Decider that allows `yes.test`, never decides about `slow.test`, and denies other hosts.
 #[derive(Debug, Default)]
 struct Decider {
-    told: Mutex<Vec<String>>,
+    observed: Mutex<Vec<String>>,
     /// Releases the decision about `later.test`.
     later: Notify,
 }
@@ -42,7 +42,7 @@ impl NetworkPolicyDecider for Decider {
     }
 
     fn decided(&self, decision: &PolicyDecisionParams) {
-        self.told.lock().unwrap().push(decision.host.clone());
+        self.observed.lock().unwrap().push(decision.host.clone());
     }
 }
 
@@ -78,7 +78,7 @@ async fn decided() -> (
     (client, server, decider, started.unwrap())
 }
 
-async fn ask(server: &mut ScriptedServer, id: Value, process: &str, host: &str) {
+async fn send_policy_request(server: &mut ScriptedServer, id: Value, process: &str, host: &str) {
     let request = json!({"protocol": "https_connect", "host": host, "port": 443});
     let params = json!({"processId": process, "request": request});
     server
@@ -104,7 +104,7 @@ async fn policy_request_gets_the_decision_of_the_decider() {
         ("", no()),
         ("slow.test", no()),
     ] {
-        ask(&mut server, json!(7), "p", host).await;
+        send_policy_request(&mut server, json!(7), "p", host).await;
         let answer = tokio::time::timeout(Duration::from_secs(60), server.next()).await;
         let answer = answer.unwrap().unwrap();
         assert_eq!(
@@ -113,7 +113,7 @@ async fn policy_request_gets_the_decision_of_the_decider() {
             "{host}"
         );
     }
-    ask(&mut server, json!(8), "nobody", "yes.test").await;
+    send_policy_request(&mut server, json!(8), "nobody", "yes.test").await;
     let answer = soon(server.next()).await.unwrap();
     assert_eq!(answer["result"]["decision"], no());
     let decision = json!({
@@ -126,16 +126,16 @@ async fn policy_request_gets_the_decision_of_the_decider() {
     server
         .notify("network/policyDecision", json!({"processId": "p"}))
         .await;
-    ask(&mut server, json!(9), "p", "yes.test").await;
+    send_policy_request(&mut server, json!(9), "p", "yes.test").await;
     assert_eq!(soon(server.next()).await.unwrap()["id"], 9);
-    assert_eq!(*decider.told.lock().unwrap(), ["told.test"]);
+    assert_eq!(*decider.observed.lock().unwrap(), ["told.test"]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn policy_requests_run_concurrently_up_to_a_limit() {
     let (_client, mut server, decider, _started) = decided().await;
     for id in 0..300 {
-        ask(&mut server, json!(id), "p", "later.test").await;
+        send_policy_request(&mut server, json!(id), "p", "later.test").await;
     }
     // Requests beyond the limit are denied immediately.
     let mut refused = 0;
@@ -155,7 +155,7 @@ async fn policy_requests_run_concurrently_up_to_a_limit() {
 async fn process_end_denies_pending_policy_requests() {
     let (_client, mut server, _decider, started) = decided().await;
     let _events = started.process.events().unwrap();
-    ask(&mut server, json!(1), "p", "later.test").await;
+    send_policy_request(&mut server, json!(1), "p", "later.test").await;
     server.exited(1, 0).await;
     server.closed(2).await;
     let answer = soon(server.next()).await.unwrap();

@@ -64,7 +64,7 @@ async fn new_handle_of_same_environment_uses_cached_results() {
     );
     // One request per environment.
     assert_eq!(
-        (first.discoveries.asked(), other.discoveries.asked()),
+        (first.discoveries.requested(), other.discoveries.requested()),
         (vec![2], vec![1])
     );
     manager.add("w", second.clone()).unwrap();
@@ -73,12 +73,12 @@ async fn new_handle_of_same_environment_uses_cached_results() {
         .await;
     assert_eq!(errors(&again), [None, None, None]);
     assert!(!again.recovered());
-    assert!(second.discoveries.asked().is_empty());
+    assert!(second.discoveries.requested().is_empty());
     // A different path, id or policy is a different root.
     let moved = SelectedCapabilityRoot::new("a", "w", uri("/elsewhere").unwrap());
     let more = [moved, root("a2", "w"), root("a", "w")];
     cache.discover(&resolved(&manager, &more).await, None).await;
-    assert_eq!(second.discoveries.asked(), [2]);
+    assert_eq!(second.discoveries.requested(), [2]);
 }
 
 #[tokio::test]
@@ -112,9 +112,9 @@ async fn transient_discovery_failure_is_retried_and_permanent_one_kept() {
             .await;
         assert_eq!(errors(&second)[0].is_some(), lasting, "{answers:?}");
         assert_eq!(second.recovered(), !lasting, "{answers:?}");
-        let asked = machine.discoveries.asked().len();
+        let requested = machine.discoveries.requested().len();
         assert_eq!(
-            asked,
+            requested,
             if lasting { count } else { count + 1 },
             "{answers:?}"
         );
@@ -150,7 +150,7 @@ async fn concurrent_discovery_of_many_roots_is_split_and_shared() {
             .chain(&errors(&other))
             .all(Option::is_none)
     );
-    assert_eq!(machine.discoveries.asked(), [128, 128, 44]);
+    assert_eq!(machine.discoveries.requested(), [128, 128, 44]);
 }
 
 #[tokio::test]
@@ -176,7 +176,10 @@ async fn discovery_with_policy_requires_server_support() {
         }
         // Without a policy, discovery is a separate request.
         assert_eq!(errors(&cache.discover(&roots, None).await), [None]);
-        assert_eq!(machine.discoveries.asked().len(), if can { 2 } else { 1 });
+        assert_eq!(
+            machine.discoveries.requested().len(),
+            if can { 2 } else { 1 }
+        );
     }
 }
 

@@ -43,7 +43,7 @@ pub(crate) struct NumberedTarget {
 /// Received discovery requests and their scripted responses.
 #[derive(Debug, Default)]
 pub(crate) struct Discoveries {
-    pub(crate) asked: Mutex<Vec<usize>>,
+    pub(crate) requested: Mutex<Vec<usize>>,
     pub(crate) answers: Mutex<VecDeque<ScriptedDiscovery>>,
     pub(crate) capabilities: Mutex<serde_json::Value>,
 }
@@ -179,7 +179,7 @@ impl Discoveries {
     /// The response to send: a result, or an error code. `None` to close the connection.
     fn answer(&self, params: &serde_json::Value) -> Option<Result<serde_json::Value, i64>> {
         let roots = params["roots"].as_array().unwrap();
-        self.asked.lock().unwrap().push(roots.len());
+        self.requested.lock().unwrap().push(roots.len());
         let how = self.answers.lock().unwrap().pop_front();
         let told = |root: &serde_json::Value| {
             let mut told = json!({"id": root["id"], "path": root["path"]});
@@ -200,8 +200,8 @@ impl Discoveries {
         }
     }
 
-    pub(crate) fn asked(&self) -> Vec<usize> {
-        self.asked.lock().unwrap().clone()
+    pub(crate) fn requested(&self) -> Vec<usize> {
+        self.requested.lock().unwrap().clone()
     }
 }
 

@@ -133,16 +133,16 @@ async fn lost_link_is_redialed_immediately_and_events_continue() {
         assert_eq!(soon(states.recv()).await, Some(ConnectionState::Connected));
         // A notification that arrives before the read response is delivered in sequence order.
         server.output(4, "d").await;
-        let asked = soon(server.serve("process/read", read(&[(2, "b"), (3, "c")], 4))).await;
+        let request = soon(server.serve("process/read", read(&[(2, "b"), (3, "c")], 4))).await;
         assert_eq!(
-            (&asked["afterSeq"], &asked["waitMs"]),
+            (&request["afterSeq"], &request["waitMs"]),
             (&json!(1), &json!(0))
         );
-        assert_eq!(asked["maxBytes"].is_null(), extensions.is_empty());
+        assert_eq!(request["maxBytes"].is_null(), extensions.is_empty());
         if !extensions.is_empty() {
             // A response with output may be partial, so the client reads again.
-            let asked = soon(server.serve("process/read", read(&[], 5))).await;
-            assert_eq!(asked["afterSeq"], 4);
+            let request = soon(server.serve("process/read", read(&[], 5))).await;
+            assert_eq!(request["afterSeq"], 4);
         }
         server.exited(5, 0).await;
         server.closed(6).await;
@@ -400,8 +400,8 @@ async fn unanswered_start_is_repeated_with_its_start_id() {
         let result = json!({"processId": "p", "sandboxType": "none"});
         let second = soon(server.serve("process/start", result)).await;
         // The process may have written output before the client reconnected.
-        let asked = soon(server.serve("process/read", read(&[(1, "a")], 2))).await;
-        assert_eq!(asked["afterSeq"], 0);
+        let request = soon(server.serve("process/read", read(&[(1, "a")], 2))).await;
+        assert_eq!(request["afterSeq"], 0);
         (first.params, second, server)
     };
     let (started, (first, second, mut server)) = tokio::join!(client.start(start_params()), script);
@@ -432,8 +432,8 @@ async fn unanswered_start_without_start_id_terminates_the_process() {
         })
     ));
     let (mut server, _) = exchange.resume().await;
-    let asked = soon(server.serve("process/terminate", json!({"running": true}))).await;
-    assert_eq!(asked["processId"], "p");
+    let request = soon(server.serve("process/terminate", json!({"running": true}))).await;
+    assert_eq!(request["processId"], "p");
 }
 
 #[tokio::test(start_paused = true)]
@@ -487,13 +487,13 @@ async fn request_is_not_repeated_after_repeated_connection_losses() {
     let path = PathUri::parse("file:///").unwrap();
     let files = client.file_system();
     let script = async {
-        let mut asked = 0;
+        let mut request = 0;
         loop {
             soon(server.expect("fs/getMetadata")).await;
-            asked += 1;
+            request += 1;
             drop(server);
             (server, _) = exchange.resume().await;
-            if asked == 17 {
+            if request == 17 {
                 return server;
             }
         }

@@ -320,13 +320,13 @@ pub(crate) mod tests {
     #[derive(Debug, Default)]
     pub(crate) struct ScriptedDecider {
         pub(crate) answers: Mutex<VecDeque<PolicyAnswer>>,
-        pub(crate) asked: Mutex<Vec<PolicyTarget>>,
+        pub(crate) policy_requests: Mutex<Vec<PolicyTarget>>,
         pub(crate) reported: Mutex<Vec<Decision>>,
     }
 
     impl PolicyDecider for ScriptedDecider {
         fn decide(&self, target: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
-            self.asked.lock().unwrap().push(target);
+            self.policy_requests.lock().unwrap().push(target);
             let answer = self.answers.lock().unwrap().pop_front();
             Box::pin(async { answer.unwrap_or_else(PolicyAnswer::not_allowed) })
         }
@@ -454,7 +454,7 @@ pub(crate) mod tests {
         for host in ["ok.test", "no.test", "127.0.0.1", "10.0.0.1", "0x7f.1"] {
             let _ = check(&access, tcp, host).await;
         }
-        assert!(script.asked.lock().unwrap().is_empty());
+        assert!(script.policy_requests.lock().unwrap().is_empty());
         assert!(check(&access, tcp, "miss.test").await.is_ok());
         for (outcome, reason) in [
             (PolicyOutcome::Deny, "never"),
@@ -466,9 +466,9 @@ pub(crate) mod tests {
             assert_eq!((blocked.outcome, &*blocked.reason), (outcome, reason));
             assert_eq!(blocked.source, PolicySource::Decider);
         }
-        let asked = script.asked.lock().unwrap();
-        assert_eq!(asked.len(), 5);
-        assert_eq!(asked[0].host, "miss.test");
+        let policy_requests = script.policy_requests.lock().unwrap();
+        assert_eq!(policy_requests.len(), 5);
+        assert_eq!(policy_requests[0].host, "miss.test");
         let reported = script.reported.lock().unwrap();
         assert_eq!(reported.len(), 10);
         assert!(reported[5].policy_override && reported[5].source == PolicySource::Decider);
@@ -488,7 +488,7 @@ pub(crate) mod tests {
         *script.answers.lock().unwrap() = [PolicyAnswer::Allow].into();
         let blocked = check(&access, PolicyProtocol::Http, "miss.test").await;
         assert_eq!(blocked.unwrap_err().reason, "not_allowed_local");
-        assert_eq!(script.asked.lock().unwrap().len(), 1);
+        assert_eq!(script.policy_requests.lock().unwrap().len(), 1);
     }
 
     #[tokio::test]

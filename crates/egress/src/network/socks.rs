@@ -72,8 +72,9 @@ pub(crate) async fn serve(
     mut stream: TcpStream,
     client: SocketAddr,
 ) {
-    let asked = tokio::time::timeout(shared.config.request_timeout, handshake(&mut stream)).await;
-    let request = match asked {
+    let handshake_result =
+        tokio::time::timeout(shared.config.request_timeout, handshake(&mut stream)).await;
+    let request = match handshake_result {
         Ok(Ok(request)) => request,
         Ok(Err(error)) => {
             tracing::debug!(%client, %error, "a connection to a process's SOCKS proxy failed");
@@ -292,9 +293,9 @@ mod tests {
         theirs.shutdown().await.unwrap();
         let request = handshake(&mut ours).await;
         drop(ours);
-        let mut said = Vec::new();
-        theirs.read_to_end(&mut said).await.unwrap();
-        (request, said)
+        let mut response = Vec::new();
+        theirs.read_to_end(&mut response).await.unwrap();
+        (request, response)
     }
 
     fn connect_to(kind: u8, host: &[u8], port: u16) -> Vec<u8> {
@@ -312,12 +313,12 @@ mod tests {
             (NAME, b"\x0a2130706433", "127.0.0.1:80"),
             (NAME, b"\x093.0.0.0x1", "3.0.0.1:80"),
         ] {
-            let (request, said) = handshake_with(&connect_to(kind, host, 80)).await;
+            let (request, response) = handshake_with(&connect_to(kind, host, 80)).await;
             let Ok(SocksRequest::Connect(target)) = request else {
                 panic!("{request:?}")
             };
             assert_eq!(target.to_string(), expected);
-            assert_eq!(said, [5, 0]);
+            assert_eq!(response, [5, 0]);
         }
         let mut mapped = [0; 16];
         mapped[10..].copy_from_slice(&[0xff, 0xff, 127, 0, 0, 1]);
@@ -330,7 +331,7 @@ mod tests {
 
     #[tokio::test]
     async fn malformed_request_is_rejected_without_waiting() {
-        for (bytes, said) in [
+        for (bytes, response) in [
             (&b"GET / HTTP/1.1\r\n\r\n"[..], &[][..]),
             (&[], &[]),
             (&[5], &[]),
@@ -343,7 +344,7 @@ mod tests {
         ] {
             let (request, answered) = handshake_with(bytes).await;
             assert!(request.is_err(), "{bytes:?}");
-            assert_eq!(answered, said, "{bytes:?}");
+            assert_eq!(answered, response, "{bytes:?}");
         }
         for (command, kind, host, reply) in [
             (CONNECT, 9, &[0; 4][..], SocksReply::AddressUnknown),

@@ -54,24 +54,24 @@ const NAME_BYTES: usize = "/daemon.1234567890.tmp".len();
 const MAX_LOG_BYTES: u64 = 1 << 20;
 
 pub(super) fn run(args: DaemonArgs) -> anyhow::Result<ExitCode> {
-    let place = DaemonPaths::find(args.directory)?;
+    let paths = DaemonPaths::find(args.directory)?;
     if args.serve {
-        return place.serve(args.idle);
+        return paths.serve(args.idle);
     }
     if args.stop {
-        return place.stop();
+        return paths.stop();
     }
-    let kept = place.ensure_running(args.idle)?;
-    let state = place.state();
+    let kept = paths.ensure_running(args.idle)?;
+    let state = paths.state();
     let ready = json!({
-        "socket": place.socket(),
+        "socket": paths.socket(),
         "version": state["version"],
         "program": state["program"],
         "kept": kept,
     });
     print(format!("{MARK} ready {ready}\n").as_bytes())?;
     if args.stdio {
-        splice(&place.socket())?;
+        splice(&paths.socket())?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -191,7 +191,7 @@ impl DaemonPaths {
     /// Starts a daemon that outlives us, and waits until it listens.
     fn start(&self, idle: Duration) -> anyhow::Result<()> {
         let log = self.log().context("cannot write the daemon's log")?;
-        let begun = log.metadata()?.len();
+        let log_start = log.metadata()?.len();
         let program = std::env::current_exe().context("cannot find the path of this program")?;
         let mut command = Command::new(program);
         command
@@ -219,18 +219,18 @@ impl DaemonPaths {
         }
         let _ = child.kill();
         let _ = child.wait();
-        let said = std::fs::read(self.file("daemon.log")).unwrap_or_default();
-        let from = usize::try_from(begun).unwrap_or(0).min(said.len());
-        let said = String::from_utf8_lossy(&said[from..]);
-        let said = said.trim();
-        let said = said
+        let log_text = std::fs::read(self.file("daemon.log")).unwrap_or_default();
+        let from = usize::try_from(log_start).unwrap_or(0).min(log_text.len());
+        let log_text = String::from_utf8_lossy(&log_text[from..]);
+        let log_text = log_text.trim();
+        let log_text = log_text
             .strip_prefix("exec-server: ")
-            .unwrap_or(said)
+            .unwrap_or(log_text)
             .to_owned();
-        match (ready, said.as_str()) {
+        match (ready, log_text.as_str()) {
             (0, _) => bail!("the daemon did not listen within {START_TIMEOUT:?}"),
             (_, "") => bail!("the daemon exited without a message"),
-            (_, said) => bail!("the daemon exited: {said}"),
+            (_, log_text) => bail!("the daemon exited: {log_text}"),
         }
     }
 
@@ -258,7 +258,7 @@ impl DaemonPaths {
         let args = CliArgs::try_parse_from(["exec-server", "--listen", &url])?.serve;
         let watch = IdleDetector {
             limit: idle,
-            place: self,
+            paths: self,
         };
         serve::run(args, Some(watch))
     }
@@ -293,13 +293,13 @@ fn build() -> anyhow::Result<String> {
 /// Knows when a daemon is no longer needed.
 pub(super) struct IdleDetector {
     limit: Duration,
-    place: DaemonPaths,
+    paths: DaemonPaths,
 }
 
 impl IdleDetector {
     /// The directory of the daemon's socket and state.
     pub(super) fn directory(&self) -> &Path {
-        &self.place.0
+        &self.paths.0
     }
 
     /// Writes this daemon's version and pid to its directory, before its socket is announced.
@@ -310,8 +310,8 @@ impl IdleDetector {
             "build": build()?,
             "pid": std::process::id(),
         });
-        let path = self.place.file("daemon.json");
-        let aside = self.place.file("daemon.json.tmp");
+        let path = self.paths.file("daemon.json");
+        let aside = self.paths.file("daemon.json.tmp");
         let written = File::create(&aside)
             .and_then(|mut file| file.write_all(state.to_string().as_bytes()))
             .and_then(|()| std::fs::rename(&aside, &path));
@@ -344,7 +344,7 @@ impl IdleDetector {
                 continue;
             }
             // A starter that holds the lock has just announced this daemon to a client.
-            let lock = self.place.lock_file()?;
+            let lock = self.paths.lock_file()?;
             if lock.try_lock().is_ok() {
                 if !is_needed(server) {
                     return Ok(Some(lock));

@@ -161,8 +161,8 @@ fn try_out(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     };
     let connect = on::connect_target(&entry.connect, None)?;
-    let asked = runtime()?.block_on(probe(connect, TRY_LIMIT));
-    match asked {
+    let probe_result = runtime()?.block_on(probe(connect, TRY_LIMIT));
+    match probe_result {
         Ok(answer) => print(
             format!(
                 "exec-server {} answered in {:.1} ms; to use it: exec-server run --on {} -- uname -a\n",
@@ -349,7 +349,7 @@ fn status(ids: &[String], timeout: Duration, as_json: bool) -> anyhow::Result<Ex
     }
     let wanted = |id: &str| ids.is_empty() || ids.iter().any(|wanted| wanted == id);
     let reports = runtime()?.block_on(async {
-        let asked: Vec<_> = list
+        let probe_result: Vec<_> = list
             .ids()
             .filter(|id| wanted(id))
             .map(|id| {
@@ -363,7 +363,7 @@ fn status(ids: &[String], timeout: Duration, as_json: bool) -> anyhow::Result<Ex
             })
             .collect();
         let mut reports = Vec::new();
-        for (id, target, asking) in asked {
+        for (id, target, asking) in probe_result {
             let outcome = match asking {
                 None => None,
                 Some(asking) => Some(match asking.await {
@@ -406,9 +406,9 @@ async fn probe(connect: Arc<dyn Connect>, limit: Duration) -> anyhow::Result<Pro
         let began = Instant::now();
         let client = connect.connect().await?;
         let connect = began.elapsed();
-        let asked = Instant::now();
+        let probe_result = Instant::now();
         client.call::<Status>(&NoParams).await?;
-        let latency = asked.elapsed();
+        let latency = probe_result.elapsed();
         let info = client.environment_info().await.ok().cloned();
         if client.supports("session/end").await.unwrap_or(false) {
             // This session will not be resumed.

@@ -155,14 +155,17 @@ async fn act(args: &FleetArgs, access: &FleetAccess, api: &RegistryApi) -> anyho
             };
             let answer = api.post(path, &body).await?;
             if *undo && answer["permitted"] != true && !args.json {
-                bail!("`{who}` was not revoked{}", place(environment.as_deref()));
+                bail!(
+                    "`{who}` was not revoked{}",
+                    in_environment(environment.as_deref())
+                );
             }
             show(args.json, &answer, |answer| match undo {
                 true => format!("{who} is permitted again\n"),
                 false => format!(
                     "revoked {}{}; sockets ended: {}\n",
                     text(&answer["revoked"]),
-                    place(environment.as_deref()),
+                    in_environment(environment.as_deref()),
                     answer["sockets_ended"]
                 ),
             })
@@ -175,7 +178,7 @@ async fn act(args: &FleetArgs, access: &FleetAccess, api: &RegistryApi) -> anyho
     }
 }
 
-fn place(environment: Option<&str>) -> String {
+fn in_environment(environment: Option<&str>) -> String {
     environment.map_or(String::new(), |environment| format!(" in `{environment}`"))
 }
 
@@ -380,8 +383,8 @@ impl FleetSnapshot {
     /// How fast a number of a node has grown since `before`.
     fn rate(&self, before: Option<&Self>, node: &Value, pick: impl Fn(&Value) -> u64) -> f64 {
         let Some(before) = before else { return 0.0 };
-        let find = |look: &Self| {
-            let found = look.usage.iter().find(|usage| usage["node"] == *node);
+        let find = |snapshot: &Self| {
+            let found = snapshot.usage.iter().find(|usage| usage["node"] == *node);
             found.map(&pick)
         };
         let (Some(now), Some(then)) = (find(self), find(before)) else {
@@ -465,9 +468,13 @@ impl FleetSnapshot {
     fn tenants(&self, before: Option<&Self>) -> String {
         /// Executors, streams, bytes, refusals and waits.
         type Sums = [u64; 5];
-        let sum = |look: &Self| {
+        let sum = |snapshot: &Self| {
             let mut sums: HashMap<String, Sums> = HashMap::new();
-            for tenant in look.usage.iter().flat_map(|usage| list(usage, "tenants")) {
+            for tenant in snapshot
+                .usage
+                .iter()
+                .flat_map(|usage| list(usage, "tenants"))
+            {
                 let sum = sums.entry(text(&tenant["tenant"])).or_default();
                 let names = ["executors", "streams", "received_bytes", "refused", "waits"];
                 for (sum, name) in sum.iter_mut().zip(names) {
@@ -519,8 +526,8 @@ async fn top(
     let live = terminal::is_interactive() && !args.json;
     for _ in 0..count.unwrap_or(u64::MAX) {
         looks.tick().await;
-        let look = match FleetSnapshot::take(access, api, &mut others).await {
-            Ok(look) => look,
+        let snapshot = match FleetSnapshot::take(access, api, &mut others).await {
+            Ok(snapshot) => snapshot,
             // A later request may succeed. A failure of the first one is more likely a mistake in
             // the arguments.
             Err(error) if before.is_some() && live => {
@@ -531,9 +538,9 @@ async fn top(
             Err(error) => return Err(error),
         };
         let text = if args.json {
-            format!("{}\n", look.json())
+            format!("{}\n", snapshot.json())
         } else {
-            let mut screen = look.screen(before.as_ref());
+            let mut screen = snapshot.screen(before.as_ref());
             if live {
                 let rows = terminal::size().map_or(24, |size| size.rows as usize);
                 let lines: Vec<_> = screen.lines().take(rows.saturating_sub(1)).collect();
@@ -542,7 +549,7 @@ async fn top(
             screen
         };
         print(text.as_bytes())?;
-        before = Some(look);
+        before = Some(snapshot);
     }
     Ok(())
 }
@@ -551,7 +558,7 @@ async fn top(
 mod tests {
     use super::*;
 
-    fn look(bytes: u64, seconds: u64) -> FleetSnapshot {
+    fn snapshot(bytes: u64, seconds: u64) -> FleetSnapshot {
         let start = Instant::now();
         FleetSnapshot {
             at: start + Duration::from_secs(seconds),
@@ -577,7 +584,7 @@ mod tests {
 
     #[test]
     fn the_screen_shows_who_does_how_much() {
-        let (before, after) = (look(1000, 0), look(1000 + 4096, 2));
+        let (before, after) = (snapshot(1000, 0), snapshot(1000 + 4096, 2));
         let screen = after.screen(Some(&before));
         let expected = "\
 2 nodes, 2 environments (3 online), 3 harnesses, 3 streams

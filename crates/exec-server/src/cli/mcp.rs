@@ -57,7 +57,7 @@ pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
     exec_server_executor::fs::protect_also(own);
     if places
         .iter()
-        .any(|(_, place)| matches!(place, CommandLocation::Here))
+        .any(|(_, location)| matches!(location, CommandLocation::Here))
     {
         // The commands of the model must not read this process.
         own::hide_from_other_processes().context("cannot protect this process")?;
@@ -127,14 +127,14 @@ async fn stop_signal() -> anyhow::Result<()> {
 
 /// The place that `--on`, `--url` or the configuration means, and what to call it.
 fn named_location(args: &McpArgs) -> anyhow::Result<(String, CommandLocation)> {
-    let place = on::resolve(&args.server)?;
-    let id = match (&args.server.on, &place) {
+    let location = on::resolve(&args.server)?;
+    let id = match (&args.server.on, &location) {
         (Some(id), _) => id.clone(),
         (None, CommandLocation::Here) => exec_server_client::environment::LOCAL.to_owned(),
         (None, CommandLocation::There(there)) if !there.name.contains("://") => there.name.clone(),
         (None, CommandLocation::There(_)) => DEFAULT_ID.to_owned(),
     };
-    Ok((id, place))
+    Ok((id, location))
 }
 
 /// Standard output belongs to the protocol.
@@ -176,7 +176,7 @@ impl LazyEnvironments {
     ) -> Self {
         let places = places
             .into_iter()
-            .map(|(id, place)| (id, place, OnceCell::new()))
+            .map(|(id, location)| (id, location, OnceCell::new()))
             .collect();
         Self {
             places,
@@ -197,13 +197,13 @@ impl ToolEnvironments for LazyEnvironments {
     ) -> BoxFuture<'a, Result<Arc<ToolEnvironment>, ToolEnvironmentError>> {
         Box::pin(async move {
             let found = self.places.iter().find(|(known, ..)| known == id);
-            let Some((_, place, environment)) = found else {
+            let Some((_, location, environment)) = found else {
                 return Err(ToolEnvironmentError::Unknown {
                     id: id.to_owned(),
                     known: self.ids().join(", "),
                 });
             };
-            let first = connect(place, self.cwd.as_deref(), &self.sandbox);
+            let first = connect(location, self.cwd.as_deref(), &self.sandbox);
             let found = environment.get_or_try_init(|| first).await;
             found
                 .cloned()
@@ -217,12 +217,12 @@ impl ToolEnvironments for LazyEnvironments {
 
 /// An environment at a place.
 async fn connect(
-    place: &CommandLocation,
+    location: &CommandLocation,
     cwd: Option<&Path>,
     sandbox: &SandboxArgs,
 ) -> anyhow::Result<Arc<ToolEnvironment>> {
     let (cwd, backend, files, shell): (_, Arc<dyn ExecBackend>, Arc<dyn ExecutorFileSystem>, _) =
-        match place {
+        match location {
             CommandLocation::Here => {
                 let cwd = cwd_here(cwd)?;
                 let (_, shell) = host::shell(host::account().as_ref());
@@ -282,21 +282,24 @@ fn cwd_there(info: Option<&EnvironmentInfo>, cwd: Option<&Path>) -> anyhow::Resu
 }
 
 pub(super) fn run_proxy(args: McpProxyArgs) -> anyhow::Result<ExitCode> {
-    let place = on::resolve(&args.server)?;
-    if matches!(place, CommandLocation::Here) {
+    let location = on::resolve(&args.server)?;
+    if matches!(location, CommandLocation::Here) {
         // Before any thread starts: it ends what a sudden death would leave behind.
         split_guardian().context("cannot start the guardian")?;
     }
     log_to_stderr()?;
     let runtime = runtime()?;
-    let outcome = runtime.block_on(forward_messages(args, &place));
+    let outcome = runtime.block_on(forward_messages(args, &location));
     // A thread may still wait for input; it must not keep us.
     runtime.shutdown_background();
     outcome
 }
 
-async fn forward_messages(args: McpProxyArgs, place: &CommandLocation) -> anyhow::Result<ExitCode> {
-    let (backend, cwd): (Arc<dyn ExecBackend>, PathBuf) = match place {
+async fn forward_messages(
+    args: McpProxyArgs,
+    location: &CommandLocation,
+) -> anyhow::Result<ExitCode> {
+    let (backend, cwd): (Arc<dyn ExecBackend>, PathBuf) = match location {
         CommandLocation::Here => (
             Arc::new(LocalBackend::new(executor()?)),
             cwd_here(args.cwd.as_deref())?,

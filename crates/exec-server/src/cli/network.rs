@@ -131,8 +131,8 @@ impl TerminalDecider {
     /// The first key of the answer; `None` if the terminal gives no answer.
     async fn key(&self, question: String) -> Option<u8> {
         let Some(keys) = &self.keys else {
-            let asked = tokio::task::spawn_blocking(move || ask_without_reader(&question));
-            return asked.await.ok()?.ok();
+            let answer = tokio::task::spawn_blocking(move || ask_without_reader(&question));
+            return answer.await.ok()?.ok();
         };
         let answer = keys.wait()?;
         write_terminal(&question);

@@ -122,7 +122,9 @@ impl RemoteMachine {
         let expected = self.connect.directory()?.to_native().ok()?;
         match given.or(self.directory.as_deref()) {
             _ if self.roots.is_some() => None,
-            Some(said) => said.is_absolute().then(|| (said.to_owned(), true)),
+            Some(directory) => directory
+                .is_absolute()
+                .then(|| (directory.to_owned(), true)),
             None => Some((expected, false)),
         }
     }

@@ -50,7 +50,7 @@ pub(super) fn run(args: RendezvousArgs) -> anyhow::Result<ExitCode> {
         Some(RendezvousCommand::TokenAdd(add)) => return add_token(&args, add),
         None => {}
     }
-    let place = RendezvousPaths::resolve(&args)?;
+    let paths = RendezvousPaths::resolve(&args)?;
     log::start_with(
         args.log.as_deref().unwrap_or("warn"),
         args.log_format.as_deref() == Some("json"),
@@ -59,7 +59,7 @@ pub(super) fn run(args: RendezvousArgs) -> anyhow::Result<ExitCode> {
     tracing::debug!(files, "files that may be open");
     let threads = args.threads.map(std::num::NonZero::get);
     let runtime = serve::runtime(threads).context("cannot start the runtime")?;
-    runtime.block_on(serve_rendezvous(args, place))?;
+    runtime.block_on(serve_rendezvous(args, paths))?;
     runtime.shutdown_background();
     Ok(ExitCode::SUCCESS)
 }
@@ -247,7 +247,7 @@ fn line(
 }
 
 fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCode> {
-    let place = RendezvousPaths::resolve(args)?;
+    let paths = RendezvousPaths::resolve(args)?;
     if !is_name(&add.name) {
         bail!(
             "`{}`: a name is 1 to 64 letters, digits, `-`, `_` and `.`",
@@ -260,12 +260,12 @@ fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCo
             bail!("`{pattern}` is not an environment id or a prefix with a `*`");
         }
     }
-    place.make_directory()?;
-    let mut text = match fs::read_to_string(&place.tokens) {
+    paths.make_directory()?;
+    let mut text = match fs::read_to_string(&paths.tokens) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
         Err(error) => {
-            let path = place.tokens.display();
+            let path = paths.tokens.display();
             return Err(error).with_context(|| format!("cannot read the tokens in {path}"));
         }
     };
@@ -282,10 +282,10 @@ fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCo
         &add.tenant,
     ));
     // Says so if there is one of that name.
-    let path = place.tokens.display();
+    let path = paths.tokens.display();
     text.parse::<Tokens>().with_context(|| format!("{path}"))?;
     // In one step: a server that reads meanwhile sees all of the old or all of the new.
-    let fresh = place.tokens.with_extension("new");
+    let fresh = paths.tokens.with_extension("new");
     let write = || -> std::io::Result<()> {
         let mut file = OpenOptions::new()
             .write(true)
@@ -295,7 +295,7 @@ fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCo
             .open(&fresh)?;
         file.write_all(text.as_bytes())?;
         file.sync_all()?;
-        fs::rename(&fresh, &place.tokens)
+        fs::rename(&fresh, &paths.tokens)
     };
     write().with_context(|| format!("cannot write {path}"))?;
     match &add.out {
@@ -309,19 +309,19 @@ fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCo
     Ok(ExitCode::SUCCESS)
 }
 
-async fn serve_rendezvous(args: RendezvousArgs, place: RendezvousPaths) -> anyhow::Result<()> {
+async fn serve_rendezvous(args: RendezvousArgs, paths: RendezvousPaths) -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hangup = signal(SignalKind::hangup())?;
-    place.make_directory()?;
-    place.make_tokens()?;
-    let mut token_stamp = place.stamp();
-    let tokens = place.read_tokens()?;
+    paths.make_directory()?;
+    paths.make_tokens()?;
+    let mut token_stamp = paths.stamp();
+    let tokens = paths.read_tokens()?;
     let quota_file = || Stamp::of(args.quotas.as_deref()?).ok();
     let mut quota_stamp = quota_file();
     let tenant_quotas = quotas(&args)?;
     let mut issuer = OidcIssuer::of(&args).await?;
-    let tls = tls(&args, place.listen)?;
+    let tls = tls(&args, paths.listen)?;
     let audit = match &args.audit_file {
         Some(path) => Some(
             Journal::open(path)
@@ -329,7 +329,7 @@ async fn serve_rendezvous(args: RendezvousArgs, place: RendezvousPaths) -> anyho
         ),
         None => None,
     };
-    let listener = listen(place.listen.address)?;
+    let listener = listen(paths.listen.address)?;
     let metrics = match &args.metrics_listen {
         Some(address) => Some(
             TcpListener::bind(address)
@@ -351,7 +351,7 @@ async fn serve_rendezvous(args: RendezvousArgs, place: RendezvousPaths) -> anyho
     let mut limits = RouterLimits::default();
     limits.harness_sockets = args.max_harness_sockets;
     let backlog = Arc::new(MailboxBacklog::default());
-    let site = StoreAndRouter::new(&args, &place, &listener, limits, Arc::clone(&backlog)).await?;
+    let site = StoreAndRouter::new(&args, &paths, &listener, limits, Arc::clone(&backlog)).await?;
     let router = Arc::clone(&site.router);
     if let Some(own) = router.nodes().await.into_iter().next() {
         config.node = own.name;
@@ -367,7 +367,7 @@ async fn serve_rendezvous(args: RendezvousArgs, place: RendezvousPaths) -> anyho
             audit,
         },
     );
-    announce(&args, &place, &listener, metrics.as_ref(), tls.as_deref())?;
+    announce(&args, &paths, &listener, metrics.as_ref(), tls.as_deref())?;
     if let Some(metrics) = metrics {
         let rendezvous = rendezvous.clone();
         // Ends when the server stops.
@@ -415,10 +415,10 @@ async fn serve_rendezvous(args: RendezvousArgs, place: RendezvousPaths) -> anyho
                         Err(error) => tracing::error!("cannot reload the quotas, keeping the old ones: {error:#}"),
                     }
                 }
-                let now = place.stamp();
+                let now = paths.stamp();
                 if now != token_stamp {
                     token_stamp = now;
-                    match place.read_tokens() {
+                    match paths.read_tokens() {
                         Ok(tokens) => {
                             rendezvous.set_tokens(tokens).await;
                             tracing::info!("reloaded the tokens");
@@ -456,14 +456,14 @@ impl StoreAndRouter {
     )]
     async fn new(
         args: &RendezvousArgs,
-        place: &RendezvousPaths,
+        paths: &RendezvousPaths,
         listener: &TcpListener,
         limits: RouterLimits,
         backlog: Arc<MailboxBacklog>,
     ) -> anyhow::Result<Self> {
         if !args.nats.nats.is_empty() {
             #[cfg(feature = "fleet")]
-            return Self::of_many(args, place, listener, limits, backlog).await;
+            return Self::of_many(args, paths, listener, limits, backlog).await;
             #[cfg(not(feature = "fleet"))]
             bail!(
                 "cannot use --nats: this exec-server was built without the feature `fleet`; \
@@ -472,14 +472,14 @@ impl StoreAndRouter {
         }
         let _ = listener;
         let store =
-            EmbeddedStore::open(&place.state.join("rendezvous.redb")).with_context(|| {
-                let state = place.state.display();
+            EmbeddedStore::open(&paths.state.join("rendezvous.redb")).with_context(|| {
+                let state = paths.state.display();
                 format!("cannot use {state}; is another rendezvous server using it?")
             })?;
         Ok(Self {
             store: Arc::new(store),
             router: Arc::new(LocalRouter::new(limits, backlog)),
-            signer: place.signer()?,
+            signer: paths.signer()?,
             #[cfg(feature = "fleet")]
             cluster: None,
         })
@@ -488,7 +488,7 @@ impl StoreAndRouter {
     #[cfg(feature = "fleet")]
     async fn of_many(
         args: &RendezvousArgs,
-        place: &RendezvousPaths,
+        paths: &RendezvousPaths,
         listener: &TcpListener,
         limits: RouterLimits,
         backlog: Arc<MailboxBacklog>,
@@ -505,13 +505,13 @@ impl StoreAndRouter {
         options.replicas = nats.nats_replicas;
         options.clock_offset = nats.clock_offset.saturating_mul(1000);
         let address = listener.local_addr()?;
-        let scheme = if place.listen.secure { "https" } else { "http" };
+        let scheme = if paths.listen.secure { "https" } else { "http" };
         let own = (!address.ip().is_unspecified()).then(|| format!("{scheme}://{address}"));
         let given = nats.node_url.clone().or_else(|| args.public_url.clone());
         options.url = given.or(own);
         let local = LocalRouter::named(name, limits, backlog);
         let cluster = Cluster::join(options, local).await?;
-        let secret = cluster.share_secret(place.secret()?.expose()).await?;
+        let secret = cluster.share_secret(paths.secret()?.expose()).await?;
         let signer = UrlSigner::new(secret.into());
         Ok(Self {
             store: Arc::new(NatsStore::new(cluster.clone())),
@@ -603,13 +603,13 @@ fn listen(address: SocketAddr) -> anyhow::Result<TcpListener> {
 /// Prints the URL on standard output, and the commands to type next on standard error.
 fn announce(
     args: &RendezvousArgs,
-    place: &RendezvousPaths,
+    paths: &RendezvousPaths,
     listener: &TcpListener,
     metrics: Option<&TcpListener>,
     tls: Option<&TlsServer>,
 ) -> anyhow::Result<()> {
     let address = listener.local_addr()?;
-    let scheme = if place.listen.secure { "https" } else { "http" };
+    let scheme = if paths.listen.secure { "https" } else { "http" };
     let url = format!("{scheme}://{address}");
     print(format!("{url}\n").as_bytes())?;
     if let Some(metrics) = metrics {
@@ -632,7 +632,7 @@ fn announce(
     };
     let their_pin = pin.replace("--remote-tls-pin", "--tls-pin");
     let token = |role: TokenRole| {
-        let file = place.state.join(format!("{role}.token"));
+        let file = paths.state.join(format!("{role}.token"));
         quoted(if file.exists() {
             &file
         } else {
@@ -650,8 +650,8 @@ On a machine that uses it:
   exec-server run --url {registry}://{host}/my-machine --token-file {harness}{their_pin} -- uname -a
 
 Tokens: {}   State: {}",
-        quoted(&place.tokens),
-        quoted(&place.state),
+        quoted(&paths.tokens),
+        quoted(&paths.state),
     );
     Ok(())
 }

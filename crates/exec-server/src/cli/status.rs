@@ -20,9 +20,9 @@ pub(super) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
         let began = Instant::now();
         let client = server.connect().await?;
         let connected = began.elapsed();
-        let asked = Instant::now();
+        let sent_at = Instant::now();
         client.call::<Status>(&NoParams).await?;
-        let answered = asked.elapsed();
+        let answered = sent_at.elapsed();
         let info = client.environment_info().await.ok();
         // Refused if the token lacks the scope `observe`.
         let listed = client.call::<List>(&ListParams { all: true }).await.ok();

@@ -78,12 +78,12 @@ async fn http_responses_are_the_same_on_every_backend() {
         }
         assert_eq!((got.status, &*all), (201, &b"hello"[..]), "{name}");
     }
-    let asked = site.asked();
-    assert_eq!(asked.len(), 6);
-    for asked in asked {
-        assert_eq!(asked.header("authorization"), Some("Bearer value"));
+    let requests = site.requests();
+    assert_eq!(requests.len(), 6);
+    for request in requests {
+        assert_eq!(request.header("authorization"), Some("Bearer value"));
         assert_eq!(
-            (&*asked.line, &*asked.body),
+            (&*request.line, &*request.body),
             ("POST /path HTTP/1.1", &b"body"[..])
         );
     }
@@ -121,14 +121,14 @@ async fn large_http_bodies_are_complete_and_dropped_ones_end() {
     const BYTES: usize = 40 << 20;
     let left = Arc::new(Semaphore::new(0));
     let reported = Arc::clone(&left);
-    let site = HttpSite::start(move |asked, mut stream| {
+    let site = HttpSite::start(move |request, mut stream| {
         let reported = Arc::clone(&reported);
         async move {
-            if asked.path() == "/large" {
+            if request.path() == "/large" {
                 let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {BYTES}\r\n\r\n");
                 say(&mut stream, head.as_bytes()).await;
                 say(&mut stream, &vec![7; BYTES]).await;
-            } else if asked.path() == "/endless" {
+            } else if request.path() == "/endless" {
                 say(&mut stream, b"HTTP/1.1 200 OK\r\n\r\n").await;
                 while stream.write_all(&[7; 65536]).await.is_ok() {}
                 reported.add_permits(1);

@@ -412,12 +412,12 @@ async fn twenty_seconds_without_network_lose_no_output() {
     };
     let patient = through_with(&proxy, options).await;
     let directory = tempfile::tempdir().unwrap();
-    let (begun, end) = (directory.path().join("begun"), directory.path().join("end"));
+    let (first_output, end) = (directory.path().join("begun"), directory.path().join("end"));
     let script = format!(
         "i=0; while [ ! -e {end} ]; do i=$((i+1)); echo $i; sleep 0.05; \
-         [ $i -lt 5 ] || touch {begun}; done; echo end $i >&2; exit 4",
+         [ $i -lt 5 ] || touch {first_output}; done; echo end $i >&2; exit 4",
         end = end.display(),
-        begun = begun.display()
+        first_output = first_output.display()
     );
     let mut seen = Vec::new();
     for client in [&watchful, &patient] {
@@ -425,7 +425,7 @@ async fn twenty_seconds_without_network_lose_no_output() {
         seen.push(tokio::spawn(all(process.events().unwrap())));
     }
     soon(async {
-        while !begun.exists() {
+        while !first_output.exists() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     })

@@ -66,16 +66,16 @@ pub(crate) mod cases {
         let mut seen = answer.output;
         // A slow machine may need another read.
         while !seen.contains("name? ") {
-            let look = WriteStdin::poll("look", session);
-            answer = unified.write_stdin(look).await.unwrap();
+            let poll = WriteStdin::poll("look", session);
+            answer = unified.write_stdin(poll).await.unwrap();
             seen += &answer.output;
         }
         let mut write = WriteStdin::new("write", session, "you\n");
         write.yield_time = Some(Duration::from_secs(1));
         let mut seen = unified.write_stdin(write).await.unwrap().output;
         while !seen.contains("hello you") {
-            let look = WriteStdin::poll("look", session);
-            seen += &unified.write_stdin(look).await.unwrap().output;
+            let poll = WriteStdin::poll("look", session);
+            seen += &unified.write_stdin(poll).await.unwrap().output;
         }
         let ended = unified.terminate(session, TerminateMode::Force, None).await;
         assert_eq!(ended.unwrap().exit_code, Some(137));
@@ -176,13 +176,13 @@ async fn unified_call_reports_a_lost_connection() {
     let session = answer.session_id.unwrap();
     let mut seen = answer.output;
     while !seen.contains("before\n") {
-        let look = WriteStdin::poll("look", session);
-        answer = unified.write_stdin(look).await.unwrap();
+        let poll = WriteStdin::poll("look", session);
+        answer = unified.write_stdin(poll).await.unwrap();
         seen += &answer.output;
     }
-    let mut look = WriteStdin::poll("look", session);
-    look.yield_time = Some(Duration::from_secs(60));
-    let (answer, ()) = tokio::join!(unified.write_stdin(look), async { kill(&server) });
+    let mut poll = WriteStdin::poll("look", session);
+    poll.yield_time = Some(Duration::from_secs(60));
+    let (answer, ()) = tokio::join!(unified.write_stdin(poll), async { kill(&server) });
     let answer = answer.unwrap();
     assert!(answer.failure.is_some(), "{answer:?}");
     assert_eq!((answer.session_id, answer.exit_code), (None, None));

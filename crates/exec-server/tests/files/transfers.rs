@@ -57,7 +57,7 @@ fn set(path: &Path, mode: u32, seconds: u64) {
 
 /// All entries below a directory: names, kinds, contents; with `marks` also modes and times.
 fn picture(root: &Path, marks: bool) -> Vec<String> {
-    fn look(root: &Path, directory: &Path, marks: bool, lines: &mut Vec<String>) {
+    fn describe(root: &Path, directory: &Path, marks: bool, lines: &mut Vec<String>) {
         for entry in fs::read_dir(directory).unwrap() {
             let path = entry.unwrap().path();
             let found = fs::symlink_metadata(&path).unwrap();
@@ -65,7 +65,7 @@ fn picture(root: &Path, marks: bool) -> Vec<String> {
             let mut line = if found.is_symlink() {
                 format!("{name} -> {:?}", fs::read_link(&path).unwrap())
             } else if found.is_dir() {
-                look(root, &path, marks, lines);
+                describe(root, &path, marks, lines);
                 format!("{name}/")
             } else {
                 format!("{name} {:?}", digest(&fs::read(&path).unwrap()))
@@ -77,7 +77,7 @@ fn picture(root: &Path, marks: bool) -> Vec<String> {
         }
     }
     let mut lines = Vec::new();
-    look(root, root, marks, &mut lines);
+    describe(root, root, marks, &mut lines);
     lines.sort();
     lines
 }

@@ -1212,7 +1212,7 @@ async fn events_of_every_node_are_received_at_each_node() {
     // Messages that no node has sent.
     let forged = r#"{"event":"a\ndata: {}","tenant":"acme","data":{"node":"x"}}"#;
     for message in ["", "nonsense", "7", forged] {
-        fleet.nats.tell("exec-server.e", message).await;
+        fleet.nats.publish("exec-server.e", message).await;
     }
     // Each event once, regardless of the node, and only those of the admin's tenant.
     let start = async |node, tenant: &str, name: &str| {

@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-use super::rendezvous_server::{self, TIMEOUT, RendezvousProcess, program};
+use super::rendezvous_server::{self, RendezvousProcess, TIMEOUT, program};
 
 fn key(seed: u8) -> PublicKey {
     PublicKey::new([seed; 32], &[seed; MLKEM768_BYTES]).unwrap()

@@ -61,7 +61,7 @@ struct CommandOutcome {
 
 impl SandboxFixture {
     async fn new(user: ServerUser) -> Self {
-        let directory = Self::place();
+        let directory = Self::persistent_directory();
         let built = Path::new(env!("CARGO_BIN_EXE_exec-server"));
         let command = if user == ServerUser::Ordinary && is_root() {
             // The build directory may be unreadable for the other user.
@@ -84,10 +84,10 @@ impl SandboxFixture {
 
     /// Uses a server that this command starts.
     async fn on(user: ServerUser, command: Command) -> Self {
-        Self::at(user, Self::place(), command).await
+        Self::at(user, Self::persistent_directory(), command).await
     }
 
-    fn place() -> TempDir {
+    fn persistent_directory() -> TempDir {
         // Directory outside of /tmp, which many policies make writable.
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();
         let open = std::fs::Permissions::from_mode(0o755);

@@ -153,9 +153,7 @@ async fn watch_prints_local_paths() {
         fs::write(remote.join("sub/new"), "x").unwrap();
         out.next_line().await.unwrap().unwrap()
     };
-    let line = tokio::time::timeout(proc::TIMEOUT, reported)
-        .await
-        .unwrap();
+    let line = tokio::time::timeout(proc::TIMEOUT, reported).await.unwrap();
     assert_eq!(
         line,
         format!("created   {}", local.join("sub/new").display())

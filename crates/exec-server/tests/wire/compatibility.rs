@@ -737,7 +737,7 @@ fn compatibility_page_is_up_to_date() {
 }
 
 /// The source files that may contain a test, and its name.
-fn place(test: &str) -> (Vec<PathBuf>, &str) {
+fn source_files(test: &str) -> (Vec<PathBuf>, &str) {
     let (module, name) = test.rsplit_once("::").unwrap();
     let crates = repository().join("crates");
     let files = if module == "interop" {
@@ -767,7 +767,7 @@ fn every_test_named_in_the_table_exists() {
                 "{title}: no test covers `{name}`"
             );
             for test in *tests {
-                let (files, function) = place(test);
+                let (files, function) = source_files(test);
                 let sources = files
                     .iter()
                     .filter_map(|file| std::fs::read_to_string(file).ok());

@@ -123,7 +123,7 @@ async fn probe(client: &mut WireClient, name: &str) {
                 "method": "GET", "url": site.url("/"), "requestId": id, "decompress": true
             });
             client.ok("http/request", params).await;
-            assert!(site.asked()[0].header("accept-encoding").is_some());
+            assert!(site.requests()[0].header("accept-encoding").is_some());
         }
         "process/closeStdin" => {
             client.start(here("cat").piped()).await;

@@ -100,10 +100,12 @@ async fn http_request_returns_status_headers_and_body(on: Transport) {
         ("connection", "close"),
     ];
     assert_eq!(headers, expected);
-    let [asked] = &site.asked()[..] else { panic!() };
-    assert_eq!(asked.line, "pAtCh /a?b=c HTTP/1.1");
-    assert_eq!(asked.body, b"hi");
-    let sent: Vec<(&str, &str)> = asked.headers.iter().map(|(n, v)| (&**n, &**v)).collect();
+    let [request] = &site.requests()[..] else {
+        panic!()
+    };
+    assert_eq!(request.line, "pAtCh /a?b=c HTTP/1.1");
+    assert_eq!(request.body, b"hi");
+    let sent: Vec<(&str, &str)> = request.headers.iter().map(|(n, v)| (&**n, &**v)).collect();
     let host = site.address().to_string();
     let expected = [
         ("x-b", "1"),
@@ -190,15 +192,15 @@ async fn http_header_values_come_from_the_environment_except_secrets() {
     client
         .ok("http/request", header("X-Own", "NODE_REPL_AUTH_TOKEN"))
         .await;
-    let asked = site.asked();
-    assert_eq!(asked[0].header("authorization"), Some("x t0p"));
-    assert_eq!(asked[1].header("x-own"), Some("x allowed here"));
+    let requests = site.requests();
+    assert_eq!(requests[0].header("authorization"), Some("x t0p"));
+    assert_eq!(requests[1].header("x-own"), Some("x allowed here"));
     // A value from the server's environment is not sent to another host after a redirect.
-    for asked in elsewhere.asked() {
-        let kept = ["authorization", "x-own", "y"].map(|name| asked.header(name));
+    for request in elsewhere.requests() {
+        let kept = ["authorization", "x-own", "y"].map(|name| request.header(name));
         assert_eq!(kept, [None, None, Some("1")]);
     }
-    assert_eq!(elsewhere.asked().len(), 2);
+    assert_eq!(elsewhere.requests().len(), 2);
     for (variable, reason) in [
         (
             "openai_api_key",
@@ -219,8 +221,8 @@ async fn http_header_values_come_from_the_environment_except_secrets() {
 #[tokio::test]
 async fn http_redirects_change_the_method_as_browsers_do() {
     let (_server, mut client) = served(Transport::Websocket).await;
-    let site = HttpSite::start(|asked, mut stream| async move {
-        let (status, location) = match asked.path() {
+    let site = HttpSite::start(|request, mut stream| async move {
+        let (status, location) = match request.path() {
             "/see" => ("303 See Other", "/end"),
             "/moved" => ("301 Moved", "/end"),
             "/same" => ("307 Same", "end"),
@@ -246,7 +248,7 @@ async fn http_redirects_change_the_method_as_browsers_do() {
     ] {
         let result = client.ok("http/request", post(path)).await;
         assert_eq!(result["status"], 200, "{path}");
-        let last = site.asked().pop().unwrap();
+        let last = site.requests().pop().unwrap();
         assert_eq!((&*last.line, &*last.body), (line, body), "{path}");
         assert_eq!(last.header("referer"), Some(&*site.url(path)));
     }
@@ -254,7 +256,7 @@ async fn http_redirects_change_the_method_as_browsers_do() {
     let result = client.ok("http/request", stop).await;
     assert_eq!(result["status"], 303);
     assert_eq!(bytes(&result["bodyBase64"]), b"body");
-    let before = site.asked().len();
+    let before = site.requests().len();
     let failed = client
         .refused("http/request", get(&site.url("/loop")))
         .await;
@@ -263,7 +265,7 @@ async fn http_redirects_change_the_method_as_browsers_do() {
         failed.message.contains("more than 10 redirects"),
         "{failed}"
     );
-    assert_eq!(site.asked().len(), before + 11);
+    assert_eq!(site.requests().len(), before + 11);
     let failed = client.refused("http/request", get(&site.url("/ftp"))).await;
     assert!(failed.message.contains("ftp"), "{failed}");
 }
@@ -361,8 +363,8 @@ async fn http_request_to_a_broken_site_fails_alone() {
 #[tokio::test]
 async fn http_request_to_a_hanging_site_times_out_and_delays_nothing() {
     let (_server, mut client) = served(Transport::Websocket).await;
-    let site = HttpSite::start(|asked, mut stream| async move {
-        if asked.path() == "/body" {
+    let site = HttpSite::start(|request, mut stream| async move {
+        if request.path() == "/body" {
             say(
                 &mut stream,
                 b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\npart",
@@ -463,7 +465,7 @@ async fn http_requests_end_with_their_connection_or_session() {
     client
         .send("http/request", with(params.clone(), "requestId", "s"))
         .await;
-    eventually("both requests", || match site.asked().len() {
+    eventually("both requests", || match site.requests().len() {
         3 => Ok(()),
         other => Err(other.to_string()),
     })
@@ -523,10 +525,10 @@ async fn concurrent_large_http_responses_all_arrive() {
 async fn http_requests_per_connection_are_limited() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let site = HttpSite::start(|_, _stream| std::future::pending()).await;
-    let mut asked = Vec::new();
+    let mut ids = Vec::new();
     for n in 0..256 {
         let params = with(get(&site.url("/")), "requestId", n.to_string());
-        asked.push(client.send("http/request", params).await);
+        ids.push(client.send("http/request", params).await);
     }
     let refused = client.refused("http/request", get(&site.url("/"))).await;
     assert!(
@@ -535,7 +537,7 @@ async fn http_requests_per_connection_are_limited() {
     );
     client.ok("http/cancel", json!({"requestId": "7"})).await;
     // The slot is free when the request has ended, which `http/cancel` does not wait for.
-    client.answer(asked[7]).await.unwrap_err();
+    client.answer(ids[7]).await.unwrap_err();
     let again = client.send("http/request", get(&site.url("/"))).await;
     client.ok("environment/status", Value::Null).await;
     assert!(!client.has_answer(again));
@@ -578,7 +580,7 @@ async fn http_rules_apply_to_resolved_addresses() {
             "{refused}"
         );
     }
-    assert!(site.asked().is_empty());
+    assert!(site.requests().is_empty());
     // A host that is not in `http.allow` gets no request; one that is, by name or by address, does.
     let (_server, mut client) = set(&[r#"http.allow=["example.com"]"#]).await;
     for url in [&by_name, &site.url("/")] {
@@ -601,7 +603,7 @@ async fn http_rules_apply_to_resolved_addresses() {
         client.ok("http/request", get(&site.url("/"))).await["status"],
         200
     );
-    assert_eq!(site.asked().len(), 3);
+    assert_eq!(site.requests().len(), 3);
 }
 
 #[tokio::test]
@@ -632,9 +634,9 @@ async fn http_bodies_are_decompressed_on_request() {
             body(&mut client, "r").await.0,
             "hello ".repeat(20).as_bytes()
         );
-        let asked = site.asked();
-        assert_eq!(asked[0].header("accept-encoding"), None);
-        assert_eq!(asked[1].header("accept-encoding"), Some("gzip, deflate"));
+        let requests = site.requests();
+        assert_eq!(requests[0].header("accept-encoding"), None);
+        assert_eq!(requests[1].header("accept-encoding"), Some("gzip, deflate"));
     }
     let bomb = packed("gzip", BOMB).await;
     let params = with(get(&bomb.url("/")), "decompress", true);
@@ -678,26 +680,26 @@ async fn http_proxy_is_used_except_for_loopback() {
         let url = "http://169.254.169.254/";
         assert_eq!(client.refused("http/request", get(url)).await.code, -32600);
     }
-    let asked = proxy.asked();
-    assert_eq!(asked.len(), 2);
-    assert_eq!(asked[0].line, "GET http://nowhere.test/x?y HTTP/1.1");
+    let requests = proxy.requests();
+    assert_eq!(requests.len(), 2);
+    assert_eq!(requests[0].line, "GET http://nowhere.test/x?y HTTP/1.1");
     assert_eq!(
-        asked[0].header("proxy-authorization"),
+        requests[0].header("proxy-authorization"),
         Some("Basic bWU6aXQ=")
     );
-    assert_eq!(asked[1].header("proxy-authorization"), None);
+    assert_eq!(requests[1].header("proxy-authorization"), None);
     let (_server, mut client) = set(&["http.proxy=none"]).await;
     client
         .refused("http/request", get("http://nowhere.test/"))
         .await;
-    assert_eq!(proxy.asked().len(), 2);
+    assert_eq!(proxy.requests().len(), 2);
 }
 
 /// A SOCKS5 proxy that connects every request to `to`; the receiver gets the requested hosts.
 async fn socks(to: std::net::SocketAddr) -> (u16, tokio::sync::mpsc::UnboundedReceiver<String>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
-    let (sender, asked) = tokio::sync::mpsc::unbounded_channel();
+    let (sender, hosts) = tokio::sync::mpsc::unbounded_channel();
     tokio::spawn(async move {
         while let Ok((mut stream, _)) = listener.accept().await {
             let sender = sender.clone();
@@ -735,7 +737,7 @@ async fn socks(to: std::net::SocketAddr) -> (u16, tokio::sync::mpsc::UnboundedRe
             });
         }
     });
-    (port, asked)
+    (port, hosts)
 }
 
 #[tokio::test]
@@ -743,13 +745,13 @@ async fn socks5h_proxy_gets_names_and_socks5_gets_addresses() {
     let site = HttpSite::saying(answer("200 OK", "", "by socks")).await;
     let url = site.url("");
     let address = url.strip_prefix("http://").unwrap().parse().unwrap();
-    let (port, mut asked) = socks(address).await;
+    let (port, mut hosts) = socks(address).await;
     let (_server, mut client) = set(&[&format!("http.proxy=socks5h://127.0.0.1:{port}")]).await;
     let result = client
         .ok("http/request", get("http://nowhere.test/x"))
         .await;
     assert_eq!(bytes(&result["bodyBase64"]), b"by socks");
-    assert_eq!(asked.recv().await.unwrap(), "nowhere.test");
+    assert_eq!(hosts.recv().await.unwrap(), "nowhere.test");
     // `socks5` resolves names here, so the rules apply to the address.
     let (_server, mut client) = set(&[&format!("http.proxy=socks5://127.0.0.1:{port}")]).await;
     let failed = client
@@ -758,7 +760,7 @@ async fn socks5h_proxy_gets_names_and_socks5_gets_addresses() {
     assert_eq!(failed.code, -32603);
     let result = client.ok("http/request", get("http://192.0.2.7/x")).await;
     assert_eq!(bytes(&result["bodyBase64"]), b"by socks");
-    assert_eq!(asked.recv().await.unwrap(), "192.0.2.7");
+    assert_eq!(hosts.recv().await.unwrap(), "192.0.2.7");
     let denied = client
         .refused("http/request", get("http://169.254.1.1/"))
         .await;
@@ -864,8 +866,8 @@ async fn secure_site() -> (std::net::SocketAddr, tempfile::NamedTempFile) {
 async fn http_certificates_are_verified_directly_and_through_a_tunnel() {
     let (address, authority) = secure_site().await;
     // Forwards every tunnel to the site, whatever host it names.
-    let proxy = HttpSite::start(move |asked, mut stream| async move {
-        if asked.line.starts_with("CONNECT ") {
+    let proxy = HttpSite::start(move |request, mut stream| async move {
+        if request.line.starts_with("CONNECT ") {
             let mut there = tokio::net::TcpStream::connect(address).await.unwrap();
             say(&mut stream, b"HTTP/1.1 200 OK\r\n\r\n").await;
             let _ = tokio::io::copy_bidirectional(&mut stream, &mut there).await;
@@ -883,14 +885,14 @@ async fn http_certificates_are_verified_directly_and_through_a_tunnel() {
     let failed = client.refused("http/request", at("127.0.0.1")).await;
     assert_eq!(failed.code, -32603);
     assert!(failed.message.contains("certificate"), "{failed}");
-    assert!(proxy.asked().is_empty());
+    assert!(proxy.requests().is_empty());
     // Through the tunnel it is the same certificate for another name.
     let failed = client.refused("http/request", at("elsewhere.test")).await;
     assert!(failed.message.contains("certificate"), "{failed}");
     let line = format!("CONNECT elsewhere.test:{} HTTP/1.1", address.port());
-    assert_eq!(proxy.asked()[0].line, line);
+    assert_eq!(proxy.requests()[0].line, line);
     // No tunnel is requested to a host that the rules forbid.
     let denied = client.refused("http/request", at("169.254.1.1")).await;
     assert_eq!(denied.code, -32600);
-    assert_eq!(proxy.asked().len(), 1);
+    assert_eq!(proxy.requests().len(), 1);
 }

@@ -67,7 +67,7 @@ impl LargeFiles {
     }
 
     /// Asks for much and takes nothing of it.
-    async fn ask(&self, client: &mut WireClient) {
+    async fn send_large_requests(&self, client: &mut WireClient) {
         client
             .ok(
                 "fs/open",
@@ -90,7 +90,7 @@ impl LargeFiles {
     async fn usual(&self, client: &mut WireClient, tag: &str) -> Duration {
         let mut times = Vec::new();
         for n in 0..15 {
-            let begun = Instant::now();
+            let started_at = Instant::now();
             let seen = client
                 .run(StartBuilder::sh(&format!("{tag}{n}"), "echo hello"))
                 .await;
@@ -105,7 +105,7 @@ impl LargeFiles {
                 .ok("fs/readDirectory", json!({"path": self.uri("")}))
                 .await;
             assert!(listed["entries"].as_array().unwrap().len() >= 3);
-            times.push(begun.elapsed());
+            times.push(started_at.elapsed());
         }
         times.sort();
         times[times.len() / 2]
@@ -144,7 +144,7 @@ async fn hostile_peers_neither_end_nor_slow_down_a_server_under_a_limit_of_memor
     let mut readers = Vec::new();
     for _ in 0..HOSTILE {
         let mut reader = server.session().await;
-        large.ask(&mut reader).await;
+        large.send_large_requests(&mut reader).await;
         readers.push(reader);
     }
     let mut writers = Vec::new();

@@ -151,11 +151,11 @@ async fn search_ends_with_its_connection_or_session() {
     fill_with_endless_work(dir.path());
     let params = json!({"path": uri(dir.path()), "pattern": "needle"});
     client.send("fs/search", params.clone()).await;
-    let begun = || match open_below(pid, dir.path()) {
+    let search_started = || match open_below(pid, dir.path()) {
         0 => Err("nothing is open"),
         _ => Ok(()),
     };
-    eventually("the search to begin", begun).await;
+    eventually("the search to begin", search_started).await;
     drop(client);
     // The search would take minutes; three checks make a gap between two files unlikely.
     for _ in 0..3 {
@@ -168,7 +168,7 @@ async fn search_ends_with_its_connection_or_session() {
     // The same when the session ends while the connection stays open.
     let mut client = server.session().await;
     let search = client.send("fs/search", params).await;
-    eventually("the search to begin", begun).await;
+    eventually("the search to begin", search_started).await;
     client.ok("session/end", Value::Null).await;
     let answer = client.answer(search).await.unwrap_err();
     assert_eq!(

@@ -211,8 +211,8 @@ impl OpenFile {
                     existing,
                 } => {
                     protected::check_entry(&directory, &name, path)?;
-                    let begun = Replacement::begin(directory, &name, existing.as_ref());
-                    OpenAccess::Aside(begun.map_err(at(path))?)
+                    let opened = Replacement::begin(directory, &name, existing.as_ref());
+                    OpenAccess::Aside(opened.map_err(at(path))?)
                 }
             },
         };

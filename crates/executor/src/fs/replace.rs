@@ -149,8 +149,8 @@ impl Replacement {
             let start = offset.max(there);
             let more = (end - start).max(STEP_BYTES as u64);
             // If there is no space left, the write itself will fail.
-            let asked = fallocate(&self.file, FallocateFlags::KEEP_SIZE, start, more);
-            self.room = match asked {
+            let reserved = fallocate(&self.file, FallocateFlags::KEEP_SIZE, start, more);
+            self.room = match reserved {
                 Ok(()) => Preallocation::Until(start.saturating_add(more)),
                 Err(_) => Preallocation::Never,
             };

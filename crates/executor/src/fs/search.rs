@@ -143,8 +143,8 @@ fn walk(root: &Path, gitignore: bool, overrides: Override) -> ignore::WalkParall
         builder.filter_entry(move |entry| {
             let is_dir = entry.file_type().is_some_and(|kind| kind.is_dir());
             // An explicit glob overrides the ignore rules.
-            let asked = overrides.matched(entry.path(), is_dir).is_whitelist();
-            ignored.admits(entry.path(), is_dir, asked)
+            let is_whitelisted = overrides.matched(entry.path(), is_dir).is_whitelist();
+            ignored.admits(entry.path(), is_dir, is_whitelisted)
         });
     }
     builder.build_parallel()
@@ -180,9 +180,9 @@ impl SearchIgnore {
     }
 
     /// Whether a path is searched; must be called for a directory before its entries.
-    fn admits(&self, path: &Path, is_dir: bool, asked: bool) -> bool {
+    fn admits(&self, path: &Path, is_dir: bool, is_whitelisted: bool) -> bool {
         let rules = path.parent().and_then(|parent| self.rules_of(parent));
-        if !asked && gitignore::ignores(rules.as_deref(), path, is_dir) {
+        if !is_whitelisted && gitignore::ignores(rules.as_deref(), path, is_dir) {
             return false;
         }
         if is_dir {

@@ -154,12 +154,12 @@ pub fn walk(
 ) -> Result<Walked, FsError> {
     check_bounds(&options)?;
     let follow = options.follow_directory_symlinks;
-    let look = if follow {
+    let stat = if follow {
         rustix::fs::stat
     } else {
         rustix::fs::lstat
     };
-    let found = look(root).map_err(at(root))?;
+    let found = stat(root).map_err(at(root))?;
     let mut walker = Walker {
         options,
         cancelled,

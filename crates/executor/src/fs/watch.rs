@@ -190,7 +190,7 @@ impl TreeShared {
 }
 
 impl ChangeReceiver for Arc<TreeShared> {
-    fn tell(&self, reported: ReportedChange<'_>) {
+    fn report(&self, reported: ReportedChange<'_>) {
         for subscriber in &*self.subscribers.lock() {
             subscriber.record(reported);
         }
@@ -279,9 +279,9 @@ impl WatchSubscription {
             state.waker = Some(waker.clone());
             return None;
         }
-        let (told, overflow) = state.pending.take(MAX_CHANGES, MAX_BATCH_BYTES);
+        let (delivered, overflow) = state.pending.take(MAX_CHANGES, MAX_BATCH_BYTES);
         state.ready = !state.pending.is_empty();
-        if told.is_empty() && !overflow {
+        if delivered.is_empty() && !overflow {
             // The pending changes cancelled each other out.
             state.waker = Some(waker.clone());
             return None;
@@ -290,7 +290,7 @@ impl WatchSubscription {
         let seq = state.seq;
         drop(state);
         let uri = |path: &Path| PathUri::from_native(path).ok();
-        let changes = told.into_iter().filter_map(|change| {
+        let changes = delivered.into_iter().filter_map(|change| {
             Some(FileChanged {
                 path: uri(&change.path)?,
                 kind: change.kind,

@@ -66,20 +66,20 @@ pub(crate) mod failures {
         failures: &[(PathBuf, io::Error)],
         to: S,
     ) -> Result<S::Ok, S::Error> {
-        let told: Vec<_> = failures
+        let serialized: Vec<_> = failures
             .iter()
             .map(|(path, error)| (text(path), SerializedError::from(error)))
             .collect();
-        told.serialize(to)
+        serialized.serialize(to)
     }
 
     pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
         from: D,
     ) -> Result<Vec<(PathBuf, io::Error)>, D::Error> {
-        let told = Vec::<(Vec<u8>, SerializedError)>::deserialize(from)?;
-        Ok(told
+        let serialized = Vec::<(Vec<u8>, SerializedError)>::deserialize(from)?;
+        Ok(serialized
             .into_iter()
-            .map(|(path, said)| (path_of(path), said.into()))
+            .map(|(path, serialized_error)| (path_of(path), serialized_error.into()))
             .collect())
     }
 }
@@ -118,8 +118,8 @@ impl From<&io::Error> for SerializedError {
 }
 
 impl From<SerializedError> for io::Error {
-    fn from(said: SerializedError) -> Self {
-        let (sort, text) = match said {
+    fn from(serialized_error: SerializedError) -> Self {
+        let (sort, text) = match serialized_error {
             SerializedError::Number(number) => return Self::from_raw_os_error(number),
             SerializedError::Other(sort, text) => (sort, text),
         };

@@ -219,9 +219,9 @@ impl Process {
         self.shared.discarded.load(Ordering::Relaxed)
     }
 
-    /// Calls `look` with the log.
-    pub fn with_log<R>(&self, look: impl FnOnce(&Log) -> R) -> R {
-        look(&self.shared.output.lock().log)
+    /// Calls `read` with the log.
+    pub fn with_log<R>(&self, read: impl FnOnce(&Log) -> R) -> R {
+        read(&self.shared.output.lock().log)
     }
 
     /// Runs `take` on the log; if it returns `None`, wakes `waker` at the next entry.

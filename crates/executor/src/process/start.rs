@@ -255,8 +255,12 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
     };
     let (leader, listeners, order_file) = match pending_launch {
         Some(pending_launch) => {
-            let begun = pending_launch.wait().map_err(of_sandbox)?;
-            (begun.leader, begun.listeners, Some(begun.order_file))
+            let launched = pending_launch.wait().map_err(of_sandbox)?;
+            (
+                launched.leader,
+                launched.listeners,
+                Some(launched.order_file),
+            )
         }
         None => (None, Vec::new(), None),
     };

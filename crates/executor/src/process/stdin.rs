@@ -157,9 +157,9 @@ impl StdinQueue {
     /// Whether no process has the read end open, so that a write would fail.
     fn is_broken(&self) -> bool {
         let Some(file) = &self.file else { return true };
-        let mut asked = [PollFd::new(file.get_ref(), PollFlags::OUT)];
-        rustix::event::poll(&mut asked, Some(&Timespec::default())).is_err()
-            || asked[0]
+        let mut poll_fds = [PollFd::new(file.get_ref(), PollFlags::OUT)];
+        rustix::event::poll(&mut poll_fds, Some(&Timespec::default())).is_err()
+            || poll_fds[0]
                 .revents()
                 .intersects(PollFlags::ERR | PollFlags::HUP)
     }

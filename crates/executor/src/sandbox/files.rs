@@ -358,13 +358,13 @@ pub struct ConfinedRead(PendingHelperRequest);
 
 impl ConfinedRead {
     /// Waits for the response. Returns `None` if the request must be repeated with [`PolicyFiles::call`].
-    /// With `look`, polls for a moment before it waits.
+    /// With `spin`, polls for a moment before it waits.
     pub async fn finish(
         self,
         request: &FsRequest,
-        look: bool,
+        spin: bool,
     ) -> Option<Result<FileOutcome, FsError>> {
-        let frame = self.0.answer(look).await?;
+        let frame = self.0.answer(spin).await?;
         if let HelperResponse::Failed(error) = frame.head {
             return Some(Err(error));
         }

@@ -268,16 +268,17 @@ fn length_at(bytes: &[u8], at: usize) -> usize {
 
 /// Serves file requests until the server closes the socket. This process is already confined.
 ///
-/// `laid` are the paths of the mounts in the view; no request may create a path of `unborn`.
-pub(super) fn serve(socket: &OwnedFd, laid: &[SystemText], unborn: &[SystemText]) -> ! {
+/// `laid` are the paths of the mounts in the view; no request may create a path of `uncreatable_paths`.
+pub(super) fn serve(socket: &OwnedFd, laid: &[SystemText], uncreatable_paths: &[SystemText]) -> ! {
     let view = ViewMountIds::remember(laid);
-    let unborn = Unborn(unborn.iter().cloned().map(path_of).collect());
+    let uncreatable_paths =
+        UncreatablePaths(uncreatable_paths.iter().cloned().map(path_of).collect());
     loop {
         let Ok(Some(frame)) = receive::<HelperRequest>(socket) else {
             confine::exit(0)
         };
         let sent = if view.is_whole() {
-            let done = perform(frame, socket, &unborn)
+            let done = perform(frame, socket, &uncreatable_paths)
                 .unwrap_or_else(|error| HelperOutcome::from(HelperResponse::Failed(error)));
             let descriptors: Vec<_> = done.descriptors.iter().map(AsFd::as_fd).collect();
             send(socket, &done.reply, &done.content, &descriptors)
@@ -349,9 +350,9 @@ impl HelperOutcome {
 /// The paths of each request are resolved as the request itself will resolve them. A process that
 /// exchanges a link meanwhile is no danger: a command that could do so holds placeholders for the
 /// same names, which the request cannot replace.
-struct Unborn(Vec<PathBuf>);
+struct UncreatablePaths(Vec<PathBuf>);
 
-impl Unborn {
+impl UncreatablePaths {
     /// Refuses a request that would create one of the paths, remove a placeholder, or rename a
     /// directory above such a path.
     fn check(&self, request: &FsRequest) -> Result<(), FsError> {
@@ -445,7 +446,7 @@ impl Unborn {
 fn perform(
     frame: HelperFrame<HelperRequest>,
     socket: &OwnedFd,
-    unborn: &Unborn,
+    uncreatable_paths: &UncreatablePaths,
 ) -> Result<HelperOutcome, FsError> {
     match frame.head {
         HelperRequest::Protect(files) => {
@@ -464,13 +465,13 @@ fn perform(
             if let FsRequest::WriteFile(params) = &mut request {
                 params.data_base64 = frame.tail.into();
             }
-            unborn.check(&request)?;
+            uncreatable_paths.check(&request)?;
             call(request, socket)
         }
         HelperRequest::Open(path, mode) => {
             let path = path_of(path);
             if mode != OpenMode::Read {
-                unborn.check_created(&path)?;
+                uncreatable_paths.check_created(&path)?;
             }
             Ok(match OpenFile::open(&path, mode)?.send()? {
                 fs::TransferredFile::Direct(file) => {
@@ -486,7 +487,7 @@ fn perform(
                 return Err(FsError::Helper("it was given no file".to_owned()));
             };
             let path = path_of(path);
-            unborn.check_created(&path)?;
+            uncreatable_paths.check_created(&path)?;
             fs::rename_into_place(&path, letter, directory, file)?;
             Ok(HelperResponse::Placed.into())
         }

@@ -47,14 +47,14 @@ const TIMEOUT: Duration = Duration::from_millis(100);
 
 /// How long to poll for a response before sleeping: a wake-up takes as long if it also has to wake
 /// a sleeping core.
-const LOOK: Duration = Duration::from_micros(100);
+const MAX_SPIN: Duration = Duration::from_micros(100);
 
 /// Number of responses that are awaited without polling, after polling once was not successful.
-const LOOKS_SKIPPED: u32 = 15;
+const SPINS_SKIPPED: u32 = 15;
 
 /// The same after another thread used this core for long: that delay affects every task of this
 /// thread.
-const LOOKS_SKIPPED_WHEN_BUSY: u32 = 1023;
+const SPINS_SKIPPED_WHEN_BUSY: u32 = 1023;
 
 /// Time in which a helper may exit by itself before it is killed.
 const FAREWELL: Duration = Duration::from_millis(500);
@@ -99,7 +99,7 @@ struct PoolShared {
     /// Notified when a helper becomes idle or ends.
     changed: Condvar,
     /// Number of responses that will still be awaited without polling.
-    unlooked: AtomicU32,
+    skipped_spins: AtomicU32,
 }
 
 #[derive(Debug, Default)]
@@ -264,7 +264,7 @@ impl HelperPool {
             // On failure the helper is dropped, which ends it.
             let frame = helper.call(request, tail, descriptors, cancelled)?;
             if !matches!(frame.head, HelperResponse::Stale) {
-                turn.place.give_back(helper);
+                turn.slot.give_back(helper);
                 return Ok(frame);
             }
         }
@@ -313,7 +313,7 @@ impl HelperPool {
         drop(state);
         let mut asking = PendingHelperRequest {
             helper: Some(helper),
-            place: Some(BusySlot {
+            slot: Some(BusySlot {
                 shared: Arc::clone(&self.shared),
                 key,
             }),
@@ -374,11 +374,11 @@ impl HelperPool {
     }
 
     fn granted(&self, key: &Arc<HelperKey>, idle: Option<Helper>) -> HelperPermit {
-        let place = BusySlot {
+        let slot = BusySlot {
             shared: Arc::clone(&self.shared),
             key: Arc::clone(key),
         };
-        HelperPermit { idle, place }
+        HelperPermit { idle, slot }
     }
 }
 
@@ -386,7 +386,7 @@ impl HelperPool {
 #[derive(Debug)]
 pub(super) struct PendingHelperRequest {
     helper: Option<Helper>,
-    place: Option<BusySlot>,
+    slot: Option<BusySlot>,
 }
 
 impl Drop for PendingHelperRequest {
@@ -410,24 +410,24 @@ fn drop_on_blocking_thread(helpers: impl IntoIterator<Item = Helper>) {
 
 impl PendingHelperRequest {
     /// Waits for the response. Returns `None` if the helper failed or its view is stale. With
-    /// `look`, polls for a moment first; only for callers that have no other work.
-    pub(super) async fn answer(mut self, look: bool) -> Option<HelperFrame<HelperResponse>> {
-        let frame = self.receive(look).await?;
+    /// `spin`, polls for a moment first; only for callers that have no other work.
+    pub(super) async fn answer(mut self, spin: bool) -> Option<HelperFrame<HelperResponse>> {
+        let frame = self.receive(spin).await?;
         if matches!(frame.head, HelperResponse::Stale) {
             return None;
         }
-        if let (Some(helper), Some(place)) = (self.helper.take(), self.place.take()) {
-            drop_on_blocking_thread(place.keep(helper));
+        if let (Some(helper), Some(slot)) = (self.helper.take(), self.slot.take()) {
+            drop_on_blocking_thread(slot.keep(helper));
         }
         Some(frame)
     }
 
-    async fn receive(&self, look: bool) -> Option<HelperFrame<HelperResponse>> {
+    async fn receive(&self, spin: bool) -> Option<HelperFrame<HelperResponse>> {
         let HelperSocket::Watched(socket) = self.helper.as_ref()?.socket.as_ref()? else {
             return None;
         };
         let mut receiving = IncompleteFrame::new();
-        if look && let Some(found) = self.look(&mut receiving, socket.get_ref()) {
+        if spin && let Some(found) = self.spin(&mut receiving, socket.get_ref()) {
             return found.ok()?;
         }
         loop {
@@ -445,33 +445,33 @@ impl PendingHelperRequest {
     }
 
     /// Polls for a response, for about the time of a wake-up.
-    fn look(
+    fn spin(
         &self,
         receiving: &mut IncompleteFrame,
         socket: &OwnedFd,
     ) -> Option<io::Result<Option<HelperFrame<HelperResponse>>>> {
-        let unlooked = &self.place.as_ref()?.shared.unlooked;
+        let skipped_spins = &self.slot.as_ref()?.shared.skipped_spins;
         let skip = |left: u32| left.checked_sub(1);
-        if unlooked
+        if skipped_spins
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, skip)
             .is_ok()
         {
             return None;
         }
-        let begun = Instant::now();
+        let started_at = Instant::now();
         // The kernel may schedule the helper on this core after this thread yields.
         std::thread::yield_now();
-        if begun.elapsed() >= 10 * LOOK {
-            unlooked.store(LOOKS_SKIPPED_WHEN_BUSY, Ordering::Relaxed);
+        if started_at.elapsed() >= 10 * MAX_SPIN {
+            skipped_spins.store(SPINS_SKIPPED_WHEN_BUSY, Ordering::Relaxed);
         }
         loop {
             match receiving.receive(socket, RecvFlags::DONTWAIT) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 received => return Some(received),
             }
-            if begun.elapsed() >= LOOK {
+            if started_at.elapsed() >= MAX_SPIN {
                 // The helper is busy, or waits for the core of this thread.
-                unlooked.fetch_max(LOOKS_SKIPPED, Ordering::Relaxed);
+                skipped_spins.fetch_max(SPINS_SKIPPED, Ordering::Relaxed);
                 return None;
             }
             std::hint::spin_loop();
@@ -482,7 +482,7 @@ impl PendingHelperRequest {
 /// Permission to use a helper: an idle one, or one to be started.
 struct HelperPermit {
     idle: Option<Helper>,
-    place: BusySlot,
+    slot: BusySlot,
 }
 
 /// Slot among the busy helpers.

@@ -192,7 +192,7 @@ struct RegistryBase {
 #[derive(Debug)]
 pub struct Registry {
     /// Base URL from the configuration.
-    told: Arc<RegistryBase>,
+    configured: Arc<RegistryBase>,
     /// Base URLs in the order of use: first the one that responded last, then the others that it
     /// returned.
     places: Mutex<Vec<Arc<RegistryBase>>>,
@@ -251,10 +251,10 @@ impl Registry {
         options: RegistryOptions,
     ) -> Result<Self, RegistryError> {
         let environment_id = environment_id.trim();
-        let told = Arc::new(RegistryBase::new(url, environment_id, &options)?);
+        let configured = Arc::new(RegistryBase::new(url, environment_id, &options)?);
         Ok(Self {
-            places: Mutex::new(vec![Arc::clone(&told)]),
-            told,
+            places: Mutex::new(vec![Arc::clone(&configured)]),
+            configured,
             environment_id: environment_id.to_owned(),
             options,
         })
@@ -267,7 +267,7 @@ impl Registry {
 
     /// Returns host and port of the registry, for messages.
     pub fn name(&self) -> &str {
-        self.told.http.name()
+        self.configured.http.name()
     }
 
     /// Stores the other base URLs that the registry returned. Skips URLs without TLS if the
@@ -277,28 +277,28 @@ impl Registry {
         let mut learned = Vec::new();
         // The first entry has just responded.
         learned.extend(places.first().cloned());
-        let mut add = |place: Arc<RegistryBase>| {
-            let known = learned.iter().any(|known| known.base == place.base);
+        let mut add = |base: Arc<RegistryBase>| {
+            let known = learned.iter().any(|known| known.base == base.base);
             if !known && learned.len() < MAX_PLACES {
-                learned.push(place);
+                learned.push(base);
             }
         };
         for other in others {
-            if let Ok(place) = RegistryBase::new(other, &self.environment_id, &self.options)
-                && (place.base.scheme() == "https" || self.told.base.scheme() == "http")
+            if let Ok(base) = RegistryBase::new(other, &self.environment_id, &self.options)
+                && (base.base.scheme() == "https" || self.configured.base.scheme() == "http")
             {
-                let before = places.iter().find(|known| known.base == place.base);
-                add(before.cloned().unwrap_or_else(|| Arc::new(place)));
+                let before = places.iter().find(|known| known.base == base.base);
+                add(before.cloned().unwrap_or_else(|| Arc::new(base)));
             }
         }
-        add(Arc::clone(&self.told));
+        add(Arc::clone(&self.configured));
         *places = learned;
     }
 
     /// Moves this base URL to the front.
-    fn prefer(&self, place: &Arc<RegistryBase>) {
+    fn prefer(&self, base: &Arc<RegistryBase>) {
         let mut places = self.places.lock();
-        if let Some(at) = places.iter().position(|known| Arc::ptr_eq(known, place)) {
+        if let Some(at) = places.iter().position(|known| Arc::ptr_eq(known, base)) {
             places[..=at].rotate_right(1);
         }
     }
@@ -385,13 +385,17 @@ impl Registry {
         }
         let mut options = ConnectOptions::default();
         options.timeout = timeout;
-        let tls = || self.told.http.connector();
+        let tls = || self.configured.http.connector();
         let tcp = async |secure: bool, host: &str, port: u16| {
-            self.told.http.proxies().connect(secure, host, port).await
+            self.configured
+                .http
+                .proxies()
+                .connect(secure, host, port)
+                .await
         };
         let mut outcome = connect_by(url, &options, tls, tcp).await;
         if matches!(outcome, Err(ConnectError::Tls { .. })) {
-            self.told.http.forget_connector();
+            self.configured.http.forget_connector();
         }
         if let Some(url) = outcome.as_mut().err().and_then(ConnectError::url_mut) {
             *url = shown();
@@ -455,15 +459,15 @@ impl Registry {
             registry: self.name().to_owned(),
             reason: format!("cannot encode the request: {error}"),
         })?;
-        let (place, status, answer) = self.post(action, &all, &body).await?;
-        let registry = || place.http.name().to_owned();
+        let (base, status, answer) = self.post(action, &all, &body).await?;
+        let registry = || base.http.name().to_owned();
         if (200..300).contains(&status) {
             return serde_json::from_slice(&answer).map_err(|error| RegistryError::Protocol {
                 registry: registry(),
                 reason: format!("cannot understand the answer to `{action}`: {error}"),
             });
         }
-        let (name, auth) = (place.http.name(), &self.options.auth);
+        let (name, auth) = (base.http.name(), &self.options.auth);
         Err(refusal(name, auth, status, &answer))
     }
 
@@ -476,21 +480,21 @@ impl Registry {
     ) -> Result<(Arc<RegistryBase>, u16, Vec<u8>), RegistryError> {
         let places = self.places.lock().clone();
         let mut rest = places.into_iter();
-        let mut place = rest.next().unwrap_or_else(|| Arc::clone(&self.told));
+        let mut base = rest.next().unwrap_or_else(|| Arc::clone(&self.configured));
         loop {
-            let url = place.base.join(action).map_err(|_| RegistryError::Url {
-                url: public(&place.base),
+            let url = base.base.join(action).map_err(|_| RegistryError::Url {
+                url: public(&base.base),
                 reason: "it has no path",
             })?;
             let next = rest.next();
-            let post = place.http.post(&url, headers, body.to_vec());
+            let post = base.http.post(&url, headers, body.to_vec());
             let outcome = match &next {
                 None => post.await,
                 // Use a short time limit while there is another base URL to try.
                 Some(_) => match tokio::time::timeout(HURRY, post).await {
                     Ok(outcome) => outcome,
                     Err(_) => Err(RegistryError::Timeout {
-                        registry: place.http.name().to_owned(),
+                        registry: base.http.name().to_owned(),
                         timeout: HURRY,
                     }),
                 },
@@ -500,11 +504,11 @@ impl Registry {
                 Err(error) => error.is_outage(),
             };
             match next {
-                Some(next) if trouble => place = next,
+                Some(next) if trouble => base = next,
                 _ => {
                     let (status, answer) = outcome?;
-                    self.prefer(&place);
-                    return Ok((place, status, answer));
+                    self.prefer(&base);
+                    return Ok((base, status, answer));
                 }
             }
         }

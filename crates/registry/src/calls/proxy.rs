@@ -170,18 +170,18 @@ mod tests {
     async fn proxy(answer: &'static [u8]) -> (String, tokio::task::JoinHandle<String>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
-        let asked = tokio::spawn(async move {
+        let requests = tokio::spawn(async move {
             let (mut stream, _) = listener.accept().await.unwrap();
-            let mut asked = Vec::new();
-            while !asked.ends_with(b"\r\n\r\n") {
-                stream.read_buf(&mut asked).await.unwrap();
+            let mut requests = Vec::new();
+            while !requests.ends_with(b"\r\n\r\n") {
+                stream.read_buf(&mut requests).await.unwrap();
             }
             stream.write_all(answer).await.unwrap();
             let mut rest = String::new();
             let _ = stream.read_to_string(&mut rest).await;
-            String::from_utf8(asked).unwrap() + &rest
+            String::from_utf8(requests).unwrap() + &rest
         });
-        (address, asked)
+        (address, requests)
     }
 
     #[test]
@@ -209,22 +209,22 @@ mod tests {
 
     #[tokio::test]
     async fn tunnel_request_contains_proxy_credentials() {
-        let (address, asked) = proxy(b"HTTP/1.1 200 Connection established\r\n\r\n").await;
+        let (address, requests) = proxy(b"HTTP/1.1 200 Connection established\r\n\r\n").await;
         let proxies = proxies(&[("HTTPS_PROXY", format!("http://me:secret@{address}"))]);
         assert!(!format!("{proxies:?}").contains("secret"));
         let mut stream = proxies.connect(true, "meet.test", 4700).await.unwrap();
         stream.write_all(b"through").await.unwrap();
         drop(stream);
-        let asked = asked.await.unwrap();
+        let requests = requests.await.unwrap();
         assert!(
-            asked.starts_with("CONNECT meet.test:4700 HTTP/1.1\r\nHost: meet.test:4700\r\n"),
-            "{asked}"
+            requests.starts_with("CONNECT meet.test:4700 HTTP/1.1\r\nHost: meet.test:4700\r\n"),
+            "{requests}"
         );
         assert!(
-            asked.contains("Proxy-Authorization: Basic bWU6c2VjcmV0\r\n"),
-            "{asked}"
+            requests.contains("Proxy-Authorization: Basic bWU6c2VjcmV0\r\n"),
+            "{requests}"
         );
-        assert!(asked.ends_with("\r\n\r\nthrough"), "{asked}");
+        assert!(requests.ends_with("\r\n\r\nthrough"), "{requests}");
     }
 
     #[tokio::test]

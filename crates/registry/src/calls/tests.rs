@@ -9,7 +9,7 @@ use exec_server_transport::http::{HeadKind, read_head};
 /// Test registry that sends prepared responses and records the requests.
 struct Scripted {
     url: String,
-    asked: tokio::task::JoinHandle<Vec<(exec_server_transport::http::HttpHead, Value)>>,
+    requests: tokio::task::JoinHandle<Vec<(exec_server_transport::http::HttpHead, Value)>>,
 }
 
 impl Scripted {
@@ -17,8 +17,8 @@ impl Scripted {
     async fn new(connections: Vec<Vec<(u16, String)>>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
-        let asked = tokio::spawn(async move {
-            let mut asked = Vec::new();
+        let requests = tokio::spawn(async move {
+            let mut requests = Vec::new();
             for answers in connections {
                 let (mut stream, _) = listener.accept().await.unwrap();
                 for (status, body) in answers {
@@ -28,7 +28,7 @@ impl Scripted {
                     while request.len() < length {
                         stream.read_buf(&mut request).await.unwrap();
                     }
-                    asked.push((head, serde_json::from_slice(&request).unwrap()));
+                    requests.push((head, serde_json::from_slice(&request).unwrap()));
                     let answer = format!(
                         "HTTP/1.1 {status} X\r\nLocation: http://127.0.0.1:9/\r\n\
                          Content-Length: {}\r\n\r\n{body}",
@@ -37,9 +37,9 @@ impl Scripted {
                     stream.write_all(answer.as_bytes()).await.unwrap();
                 }
             }
-            asked
+            requests
         });
-        Self { url, asked }
+        Self { url, requests }
     }
 
     fn registry(&self) -> Registry {
@@ -70,8 +70,8 @@ async fn calls_follow_the_contract_and_share_a_connection() {
     let validate = |stream| registry.validate(stream, "r", &key, &authorization);
     assert!(validate("s-1").await.unwrap());
     assert!(!validate("ä").await.unwrap());
-    let asked = scripted.asked.await.unwrap();
-    let (head, body) = &asked[0];
+    let requests = scripted.requests.await.unwrap();
+    let (head, body) = &requests[0];
     assert_eq!(head.method, "POST");
     assert_eq!(head.target, "/cloud/environment/env-1/register");
     assert_eq!(head.header("authorization"), Some("Bearer tok"));
@@ -81,12 +81,12 @@ async fn calls_follow_the_contract_and_share_a_connection() {
     assert!(head.header("host").unwrap().starts_with("127.0.0.1:"));
     assert_eq!(body["security_profile"], SECURITY_PROFILE);
     assert!(body.get("name").is_none());
-    let (head, body) = &asked[1];
+    let (head, body) = &requests[1];
     assert_eq!(head.target, "/cloud/environment/env-1/validate");
     assert_eq!(head.header(STREAM_ID_HEADER), Some("s-1"));
     assert_eq!(body["executor_registration_id"], "r");
     assert_eq!(body["harness_key_authorization"], "secret-auth");
-    assert_eq!(asked[2].0.header(STREAM_ID_HEADER), None);
+    assert_eq!(requests[2].0.header(STREAM_ID_HEADER), None);
 }
 
 #[tokio::test]
@@ -161,8 +161,8 @@ async fn call_on_a_closed_idle_connection_is_retried() {
     let registry = scripted.registry();
     registry.register(&key(), None).await.unwrap();
     registry.register(&key(), Some("here")).await.unwrap();
-    let asked = scripted.asked.await.unwrap();
-    assert_eq!(asked[1].1["name"], "here");
+    let requests = scripted.requests.await.unwrap();
+    assert_eq!(requests[1].1["name"], "here");
 }
 
 #[tokio::test]

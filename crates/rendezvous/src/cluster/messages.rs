@@ -202,10 +202,10 @@ impl ClusterShared {
             channel,
         };
         let text = serde_json::to_vec(&open).unwrap_or_default();
-        let asked = self
+        let sent = self
             .client
             .request(self.node_subject(&home, "open"), text.into());
-        let answer = match tokio::time::timeout(OPEN_TIMEOUT, asked).await {
+        let answer = match tokio::time::timeout(OPEN_TIMEOUT, sent).await {
             Ok(Ok(message)) => parse(&message),
             _ => None,
         };
@@ -260,13 +260,13 @@ impl ClusterShared {
         if others.is_empty() {
             return Vec::new();
         }
-        let mut asked = Vec::new();
+        let mut sent = Vec::new();
         let text = Bytes::from(serde_json::to_vec(ask).unwrap_or_default());
         for node in others {
             let text = text.clone();
-            asked.push(async move { self.request_node(&node, text).await });
+            sent.push(async move { self.request_node(&node, text).await });
         }
-        let answers = futures_util::future::join_all(asked).await;
+        let answers = futures_util::future::join_all(sent).await;
         answers.into_iter().flatten().flatten().collect()
     }
 
@@ -280,8 +280,8 @@ impl ClusterShared {
             let inbox = self.client.new_inbox();
             let mut answers = self.client.subscribe(inbox.clone()).await.ok()?;
             let subject = self.node_subject(node, "ask");
-            let asked = self.client.publish_with_reply(subject, inbox, ask).await;
-            asked.ok()?;
+            let sent = self.client.publish_with_reply(subject, inbox, ask).await;
+            sent.ok()?;
             let mut items = Vec::new();
             while let Some(message) = answers.next().await {
                 // NATS answers with an empty body if the node has no subscription.

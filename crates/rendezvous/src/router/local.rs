@@ -366,7 +366,7 @@ struct HandshakeLimiter {
     /// End of the current pause.
     closed: Option<Instant>,
     /// Notified when the executor answers a handshake.
-    answered: Arc<Notify>,
+    handshake_ended: Arc<Notify>,
 }
 
 impl HubState {
@@ -413,7 +413,13 @@ impl HubState {
     }
 
     /// Records that the handshake of a stream has an answer, or that no answer will come.
-    fn answered(&mut self, stream_id: &str, failed: bool, now: Instant, limits: &RouterLimits) {
+    fn end_handshake(
+        &mut self,
+        stream_id: &str,
+        failed: bool,
+        now: Instant,
+        limits: &RouterLimits,
+    ) {
         let Some(stream) = self.streams.get_mut(stream_id) else {
             return;
         };
@@ -446,7 +452,7 @@ impl HubState {
                 limiter.pauses += 1;
             }
         }
-        limiter.answered.notify_waiters();
+        limiter.handshake_ended.notify_waiters();
     }
 
     /// Sends a reset of a stream to the executor.
@@ -493,7 +499,7 @@ impl HubState {
             .map(|(id, _)| Arc::clone(id))
             .collect();
         for id in pending {
-            self.answered(&id, false, now, limits);
+            self.end_handshake(&id, false, now, limits);
         }
         for (id, stream) in &mut self.streams {
             let harness = stream.socket.and_then(|socket| self.harnesses.get(&socket));
@@ -802,7 +808,7 @@ impl Uplink for ExecutorUplink {
                 if let Some(stream) = state.streams.get_mut(&id) {
                     stream.ended = true;
                 }
-                state.answered(&id, blames, now(), hub.limits());
+                state.end_handshake(&id, blames, now(), hub.limits());
                 return ForwardOutcome::Sent;
             }
             let limit = hub.allowance(hub.limits().to_harness);
@@ -814,7 +820,7 @@ impl Uplink for ExecutorUplink {
                 return ForwardOutcome::Full { ready, blocked };
             }
             if kind == FrameKind::Handshake {
-                state.answered(&id, false, now(), hub.limits());
+                state.end_handshake(&id, false, now(), hub.limits());
             }
             return ForwardOutcome::Sent;
         }
@@ -973,11 +979,11 @@ impl HarnessUplink {
             }
             limiter.pending = limiter.pending.saturating_sub(lapsed);
             if limiter.pending >= limits.handshakes {
-                let answered = Arc::clone(&limiter.answered).notified_owned();
+                let handshake_ended = Arc::clone(&limiter.handshake_ended).notified_owned();
                 return Err(ForwardOutcome::Full {
                     // Checks again after one second, because some handshakes are never answered.
                     ready: Box::pin(async move {
-                        let _ = tokio::time::timeout(Duration::from_secs(1), answered).await;
+                        let _ = tokio::time::timeout(Duration::from_secs(1), handshake_ended).await;
                     }),
                     blocked: BlockedPeers::SenderOnly,
                 });
@@ -1075,7 +1081,7 @@ impl Drop for HarnessUplink {
         }
         // A harness that disconnects before the answer costs the executor as much as a failed
         // handshake.
-        state.answered(&id, true, now(), limits);
+        state.end_handshake(&id, true, now(), limits);
         let Some(stream) = state.streams.get_mut(&id) else {
             return;
         };

@@ -40,11 +40,11 @@ pub(crate) fn request(call: CheckedRequest<'_>, params: RequestParams) {
     let mut responder = call.responder;
     let admit = || -> Result<_, ApiError> {
         let prepared = exchange::prepare(&client, params)?;
-        let place = call.connection.requests.enter(&request_id, streamed)?;
+        let slot = call.connection.requests.enter(&request_id, streamed)?;
         let waiting = call.connection.wait(&mut responder)?;
-        Ok((prepared, place, waiting))
+        Ok((prepared, slot, waiting))
     };
-    let (prepared, place, waiting) = match admit() {
+    let (prepared, slot, waiting) = match admit() {
         Ok(admitted) => admitted,
         Err(error) => return responder.send_error(error),
     };
@@ -53,9 +53,9 @@ pub(crate) fn request(call: CheckedRequest<'_>, params: RequestParams) {
     call.connection.spawn(async move {
         let _waiting = waiting;
         if streamed {
-            stream(&connection, &client, prepared, request_id, place, responder).await;
+            stream(&connection, &client, prepared, request_id, slot, responder).await;
         } else {
-            whole(&connection, &client, prepared, &place, responder).await;
+            whole(&connection, &client, prepared, &slot, responder).await;
         }
     });
 }
@@ -67,12 +67,12 @@ pub(crate) fn cancel(call: CheckedRequest<'_>, params: CancelParams) {
 
 /// Runs `work` unless it is cancelled first.
 async fn unless_cancelled<T>(
-    place: &ActiveRequestGuard,
+    slot: &ActiveRequestGuard,
     work: impl Future<Output = Result<T, HttpError>>,
 ) -> Result<T, HttpError> {
     tokio::select! {
         outcome = work => outcome,
-        () = place.cancelled.cancelled() => Err(HttpError::Cancelled),
+        () = slot.cancelled.cancelled() => Err(HttpError::Cancelled),
     }
 }
 
@@ -81,7 +81,7 @@ async fn whole(
     connection: &Arc<Connection>,
     client: &HttpClient,
     prepared: PreparedRequest,
-    place: &ActiveRequestGuard,
+    slot: &ActiveRequestGuard,
     mut responder: RequestResponder,
 ) {
     let requests = &connection.requests;
@@ -91,7 +91,7 @@ async fn whole(
         headers,
         body,
         reserved,
-    } = match unless_cancelled(place, received).await {
+    } = match unless_cancelled(slot, received).await {
         Ok(received) => received,
         Err(error) => return responder.send_error(error.into()),
     };
@@ -124,23 +124,23 @@ async fn stream(
     client: &HttpClient,
     prepared: PreparedRequest,
     request_id: String,
-    place: ActiveRequestGuard,
+    slot: ActiveRequestGuard,
     responder: RequestResponder,
 ) {
-    let begun = unless_cancelled(&place, exchange::open(client, prepared));
+    let opened = unless_cancelled(&slot, exchange::open(client, prepared));
     let StreamingResponse {
         status,
         headers,
         body,
-    } = match begun.await {
+    } = match opened.await {
         Ok(response) => response,
         Err(error) => return responder.send_error(error.into()),
     };
-    let cancelled = place.cancelled.clone();
+    let cancelled = slot.cancelled.clone();
     let stream = Arc::new(BodySender {
         request_id,
         state: Mutex::new(BodySenderState {
-            place: Some(place),
+            slot: Some(slot),
             ..BodySenderState::default()
         }),
         room: Notify::new(),
@@ -181,7 +181,7 @@ struct BodySenderState {
     /// The error, if any, once the body has ended.
     end: Option<Option<String>>,
     /// Held until the last notification has been encoded.
-    place: Option<ActiveRequestGuard>,
+    slot: Option<ActiveRequestGuard>,
 }
 
 impl BodySender {
@@ -242,7 +242,7 @@ impl BodySender {
             None => {
                 // The end is reported once.
                 let error = state.end.take()?;
-                state.place = None;
+                state.slot = None;
                 NextBodyPiece::End(error)
             }
         };

@@ -194,7 +194,7 @@ pub(crate) fn read(call: CheckedRequest<'_>, params: ReadParams) {
         };
         let managed = Arc::clone(managed);
         connection.spawn(async move {
-            requests::news(&managed.process, after, wait).await;
+            requests::wait_for_new_data(&managed.process, after, wait).await;
             // The same output may wake many requests; responses are created only as memory for them
             // is available.
             let bytes = managed.process.with_log(|log| log.retained_bytes());

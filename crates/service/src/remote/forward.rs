@@ -130,18 +130,18 @@ pub async fn forward(
 async fn splice(stream: Link, destination: Link) -> Result<(), LinkError> {
     // Pings of the destination; while one has not been answered, further ones are dropped.
     let (ping, pings) = mpsc::channel(1);
-    let heard = AtomicBool::new(false);
+    let received_frame = AtomicBool::new(false);
     let pinging = destination.has_pings();
     let there = ToDestination {
         outgoing: destination.outgoing,
         text: pinging,
         keepalive: pinging.then(|| Keepalive::new(KeepaliveConfig::default(), Instant::now())),
         pings,
-        heard: &heard,
+        received_frame: &received_frame,
     };
     tokio::select! {
         result = there.forward_to_destination(stream.incoming) => result,
-        result = forward_back(destination.incoming, stream.outgoing, &ping, &heard) => result,
+        result = forward_back(destination.incoming, stream.outgoing, &ping, &received_frame) => result,
     }
 }
 
@@ -153,7 +153,7 @@ struct ToDestination<'a> {
     keepalive: Option<Keepalive>,
     pings: mpsc::Receiver<Vec<u8>>,
     /// Whether the destination has sent something since the last check.
-    heard: &'a AtomicBool,
+    received_frame: &'a AtomicBool,
 }
 
 impl ToDestination<'_> {
@@ -198,7 +198,7 @@ impl ToDestination<'_> {
             return Ok(None);
         };
         let now = Instant::now();
-        if self.heard.swap(false, Ordering::Relaxed) {
+        if self.received_frame.swap(false, Ordering::Relaxed) {
             keepalive.record_received_data(now);
         }
         match keepalive.poll(now) {
@@ -226,10 +226,10 @@ async fn forward_back(
     mut incoming: LinkReceiver,
     mut outgoing: LinkSender,
     ping: &mpsc::Sender<Vec<u8>>,
-    heard: &AtomicBool,
+    received_frame: &AtomicBool,
 ) -> Result<(), LinkError> {
     while let Some(event) = incoming.recv_raw().await? {
-        heard.store(true, Ordering::Relaxed);
+        received_frame.store(true, Ordering::Relaxed);
         match event {
             RawEvent::Message { bytes, .. } => {
                 outgoing.push_message(bytes.len(), |out| out.extend_from_slice(bytes));

@@ -60,25 +60,25 @@ impl Validator {
     /// Checks whether a harness is admitted; returns the reason if it is not.
     pub(super) async fn admit(
         &self,
-        ask: &StreamRequest,
+        request: &StreamRequest,
         registration_id: &str,
     ) -> Result<(), EndReason> {
-        let age = self.approved.lock().age(&ask.harness, Instant::now());
+        let age = self.approved.lock().age(&request.harness, Instant::now());
         if age.is_some_and(|age| age < self.policy.cache) {
             return Ok(());
         }
         let trusted = age.is_some_and(|age| age < self.policy.grace);
         let timeout = if trusted { SHORT_TIMEOUT } else { TIMEOUT };
-        let asking = self.ask(ask, registration_id, !trusted);
+        let asking = self.request_validation(request, registration_id, !trusted);
         let reason = match tokio::time::timeout(timeout, asking).await {
             Ok(Ok(true)) => {
                 self.approved
                     .lock()
-                    .remember(ask.harness.clone(), Instant::now());
+                    .remember(request.harness.clone(), Instant::now());
                 return Ok(());
             }
             Ok(Ok(false)) => {
-                self.forget(&ask.harness);
+                self.forget(&request.harness);
                 return Err(EndReason::AuthorizationRefused);
             }
             Ok(Err(error @ RegistryError::Auth { status: 401, .. })) => {
@@ -100,7 +100,7 @@ impl Validator {
         };
         if trusted {
             tracing::warn!(
-                harness = %ask.harness.fingerprint(),
+                harness = %request.harness.fingerprint(),
                 "accepted a known harness without validation: the registry cannot be reached"
             );
             return Ok(());
@@ -110,19 +110,19 @@ impl Validator {
 
     /// Calls the registry once, or until it responds. The caller stops the retries by dropping the
     /// future.
-    async fn ask(
+    async fn request_validation(
         &self,
-        ask: &StreamRequest,
+        request: &StreamRequest,
         registration_id: &str,
         again: bool,
     ) -> Result<bool, RegistryError> {
         let mut pause = FIRST_PAUSE;
         loop {
             let answer = self.registry.validate(
-                &ask.stream_id,
+                &request.stream_id,
                 registration_id,
-                &ask.harness,
-                &ask.authorization,
+                &request.harness,
+                &request.authorization,
             );
             match answer.await {
                 Err(error) if again && error.is_outage() => {
@@ -184,7 +184,7 @@ mod tests {
         PublicKey::new([n; 32], &[n; MLKEM768_BYTES]).unwrap()
     }
 
-    fn ask(n: u8) -> StreamRequest {
+    fn request(n: u8) -> StreamRequest {
         StreamRequest {
             stream_id: "s".into(),
             harness: key(n),
@@ -231,11 +231,11 @@ mod tests {
     async fn approval_is_cached_per_harness_until_forgotten() {
         let (registry, mut asked) = scripted(vec![YES, YES, NO]).await;
         let validator = validator(registry, Duration::from_secs(60));
-        validator.admit(&ask(1), "r").await.unwrap();
-        validator.admit(&ask(1), "r").await.unwrap();
-        validator.admit(&ask(2), "r").await.unwrap();
+        validator.admit(&request(1), "r").await.unwrap();
+        validator.admit(&request(1), "r").await.unwrap();
+        validator.admit(&request(2), "r").await.unwrap();
         validator.forget(&key(1));
-        let refused = validator.admit(&ask(1), "r").await;
+        let refused = validator.admit(&request(1), "r").await;
         assert_eq!(refused, Err(EndReason::AuthorizationRefused));
         for _ in 0..3 {
             asked.recv().await.unwrap();
@@ -247,13 +247,13 @@ mod tests {
         let answers = vec![YES, (503, ""), (503, ""), YES, NO, (500, "")];
         let (registry, mut asked) = scripted(answers).await;
         let validator = validator(registry, Duration::ZERO);
-        validator.admit(&ask(1), "r").await.unwrap();
+        validator.admit(&request(1), "r").await.unwrap();
         // The registry is unavailable: it is called once, then the cached approval is used.
-        validator.admit(&ask(1), "r").await.unwrap();
+        validator.admit(&request(1), "r").await.unwrap();
         // This harness has no approval, so the registry is called until it responds.
-        validator.admit(&ask(2), "r").await.unwrap();
+        validator.admit(&request(2), "r").await.unwrap();
         // A refusal removes the approval.
-        let refused = validator.admit(&ask(1), "r").await;
+        let refused = validator.admit(&request(1), "r").await;
         assert_eq!(refused, Err(EndReason::AuthorizationRefused));
         for _ in 0..5 {
             asked.recv().await.unwrap();
@@ -276,7 +276,7 @@ mod tests {
         let registry = Registry::new(&url, "e", options).unwrap();
         let validator = validator(registry, Duration::ZERO);
         assert_eq!(
-            validator.admit(&ask(1), "r").await,
+            validator.admit(&request(1), "r").await,
             Err(EndReason::ValidationTimeout)
         );
     }
@@ -285,12 +285,12 @@ mod tests {
     async fn refusal_by_registry_does_not_count_as_outage() {
         let (registry, _asked) = scripted(vec![YES, (403, ""), (401, "")]).await;
         let validator = validator(registry, Duration::ZERO);
-        validator.admit(&ask(1), "r").await.unwrap();
+        validator.admit(&request(1), "r").await.unwrap();
         for reason in [
             EndReason::ValidationUnavailable,
             EndReason::ExecutorRejected,
         ] {
-            assert_eq!(validator.admit(&ask(1), "r").await, Err(reason));
+            assert_eq!(validator.admit(&request(1), "r").await, Err(reason));
         }
     }
 

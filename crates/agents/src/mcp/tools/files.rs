@@ -637,11 +637,12 @@ mod tests {
         assert_eq!(replace("b", false).unwrap(), "a c a");
         assert_eq!(replace("a", true).unwrap(), "c b c");
         for (old, message) in [("a", "2 times"), ("x", "does not contain"), ("", "empty")] {
-            let Err(ToolError::Failed(said) | ToolError::Arguments(said)) = replace(old, false)
+            let Err(ToolError::Failed(error_text) | ToolError::Arguments(error_text)) =
+                replace(old, false)
             else {
                 panic!("{old} was replaced")
             };
-            assert!(said.contains(message), "{said}");
+            assert!(error_text.contains(message), "{error_text}");
         }
     }
 }

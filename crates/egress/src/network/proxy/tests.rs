@@ -198,9 +198,12 @@ async fn allowed_host_is_reached_over_http_connect_and_socks_and_others_are_deni
     }
     assert_eq!(socks(proxy.socks, "no.test", port).await.0, 2);
     // Rules decide without the decider; only unmatched hosts reach it.
-    assert!(proxy.script.asked.lock().unwrap().is_empty());
+    assert!(proxy.script.policy_requested.lock().unwrap().is_empty());
     assert_eq!(socks(proxy.socks, "miss.test", port).await.0, 2);
-    assert_eq!(proxy.script.asked.lock().unwrap()[0].host, "miss.test");
+    assert_eq!(
+        proxy.script.policy_requested.lock().unwrap()[0].host,
+        "miss.test"
+    );
     let reported = proxy.script.reported.lock().unwrap();
     let allowed = reported
         .iter()
@@ -384,7 +387,7 @@ async fn open_tunnel_counts_toward_connection_limit() {
 /// Decider whose answer never arrives.
 #[derive(Debug, Default)]
 struct NeverAnswers {
-    asked: Notify,
+    policy_requested: Notify,
     dropped: Arc<Notify>,
     reported: Mutex<Vec<Decision>>,
 }
@@ -397,7 +400,7 @@ impl PolicyDecider for NeverAnswers {
                 self.0.notify_one();
             }
         }
-        self.asked.notify_one();
+        self.policy_requested.notify_one();
         let dropped = Dropped(Arc::clone(&self.dropped));
         Box::pin(async move {
             let _dropped = dropped;
@@ -423,7 +426,7 @@ async fn dropping_the_proxy_ends_connections_and_pending_decisions() {
     let (reply, mut stream) = socks(socks_at, "127.0.0.1", port).await;
     assert_eq!(reply, 0);
     let asking = tokio::spawn(async move { connect(http, "miss.test:443").await });
-    silent.asked.notified().await;
+    silent.policy_requested.notified().await;
     // The decision about the plain request is reported as well.
     while silent.reported.lock().unwrap().len() < 2 {
         tokio::task::yield_now().await;

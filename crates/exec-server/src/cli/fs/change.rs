@@ -11,10 +11,10 @@ use super::args::{CpThereArgs, MvArgs, RmArgs};
 use super::{FilesLocation, sources_and_target};
 use crate::cli::error::report;
 
-pub(super) async fn rm(place: &FilesLocation, args: &RmArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn rm(location: &FilesLocation, args: &RmArgs) -> anyhow::Result<ExitCode> {
     let mut code = ExitCode::SUCCESS;
     for path in &args.paths {
-        if let Err(error) = remove(place, path, args).await {
+        if let Err(error) = remove(location, path, args).await {
             report(&error);
             code = ExitCode::FAILURE;
         }
@@ -22,11 +22,11 @@ pub(super) async fn rm(place: &FilesLocation, args: &RmArgs) -> anyhow::Result<E
     Ok(code)
 }
 
-async fn remove(place: &FilesLocation, path: &Path, args: &RmArgs) -> anyhow::Result<()> {
-    let uri = place.uri(path).await?;
+async fn remove(location: &FilesLocation, path: &Path, args: &RmArgs) -> anyhow::Result<()> {
+    let uri = location.uri(path).await?;
     if !args.recursive {
         // An empty directory could be removed like a file, which would surprise users of `rm`.
-        let found = place.files.metadata(&uri, Default::default()).await;
+        let found = location.files.metadata(&uri, Default::default()).await;
         if found.is_ok_and(|found| found.is_directory && !found.is_symlink) {
             bail!(
                 "cannot remove `{}`: it is a directory (use -r)",
@@ -39,20 +39,20 @@ async fn remove(place: &FilesLocation, path: &Path, args: &RmArgs) -> anyhow::Re
         force: args.force,
         ..RemoveOptions::default()
     };
-    place
+    location
         .files
         .remove(&uri, options)
         .await
         .with_context(|| format!("cannot remove `{}`", path.display()))
 }
 
-pub(super) async fn mv(place: &FilesLocation, args: &MvArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn mv(location: &FilesLocation, args: &MvArgs) -> anyhow::Result<ExitCode> {
     let options = RenameOptions {
         overwrite: !args.no_clobber,
         sandbox: None,
     };
-    for (from, source, to) in pairs(place, &args.paths).await? {
-        place
+    for (from, source, to) in pairs(location, &args.paths).await? {
+        location
             .files
             .rename(&source, &to, options.clone())
             .await
@@ -61,19 +61,19 @@ pub(super) async fn mv(place: &FilesLocation, args: &MvArgs) -> anyhow::Result<E
     Ok(ExitCode::SUCCESS)
 }
 
-pub(super) async fn cp(place: &FilesLocation, args: &CpThereArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn cp(location: &FilesLocation, args: &CpThereArgs) -> anyhow::Result<ExitCode> {
     let options = CopyOptions {
         recursive: args.recursive,
         sandbox: None,
     };
-    for (from, source, to) in pairs(place, &args.paths).await? {
-        if !args.recursive && place.is_directory(&source).await {
+    for (from, source, to) in pairs(location, &args.paths).await? {
+        if !args.recursive && location.is_directory(&source).await {
             bail!(
                 "cannot copy `{}`: it is a directory (use -r)",
                 from.display()
             );
         }
-        place
+        location
             .files
             .copy(&source, &to, options.clone())
             .await
@@ -84,17 +84,17 @@ pub(super) async fn cp(place: &FilesLocation, args: &CpThereArgs) -> anyhow::Res
 
 /// Pairs of source and destination, as `mv` and `cp` combine them.
 async fn pairs<'a>(
-    place: &FilesLocation,
+    location: &FilesLocation,
     paths: &'a [std::path::PathBuf],
 ) -> anyhow::Result<Vec<(&'a Path, PathUri, PathUri)>> {
     let (sources, target) = sources_and_target(paths)?;
-    if sources.len() > 1 && !place.is_directory(&place.uri(target).await?).await {
+    if sources.len() > 1 && !location.is_directory(&location.uri(target).await?).await {
         bail!("`{}` is not a directory", target.display());
     }
     let mut pairs = Vec::new();
     for source in sources {
-        let to = place.destination(source, target).await?;
-        pairs.push((source.as_path(), place.uri(source).await?, to));
+        let to = location.destination(source, target).await?;
+        pairs.push((source.as_path(), location.uri(source).await?, to));
     }
     Ok(pairs)
 }

@@ -22,10 +22,10 @@ use crate::cli::table::visible;
 /// Name that stands for standard input or standard output.
 const STREAM: &str = "-";
 
-pub(super) async fn cat(place: &FilesLocation, args: &CatArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn cat(location: &FilesLocation, args: &CatArgs) -> anyhow::Result<ExitCode> {
     let mut code = ExitCode::SUCCESS;
     for path in &args.paths {
-        match print_file(place, path).await {
+        match print_file(location, path).await {
             Ok(OutputReaderState::Listens) => {}
             Ok(OutputReaderState::Left) => return Ok(ExitCode::SUCCESS),
             Err(error) => {
@@ -44,10 +44,10 @@ enum OutputReaderState {
     Left,
 }
 
-async fn print_file(place: &FilesLocation, path: &Path) -> anyhow::Result<OutputReaderState> {
+async fn print_file(location: &FilesLocation, path: &Path) -> anyhow::Result<OutputReaderState> {
     let failed = || format!("cannot read `{}`", path.display());
-    let uri = place.uri(path).await?;
-    let stream = place.files.open_read(&uri, Default::default()).await;
+    let uri = location.uri(path).await?;
+    let stream = location.files.open_read(&uri, Default::default()).await;
     let mut stream = stream.with_context(failed)?;
     let mut stdout = tokio::io::stdout();
     while let Some(chunk) = stream.next_chunk().await.with_context(failed)? {
@@ -66,16 +66,16 @@ async fn print_file(place: &FilesLocation, path: &Path) -> anyhow::Result<Output
 }
 
 /// Sends what comes in, whole or not at all where the server can.
-async fn put_stdin(place: &FilesLocation, target: &Path) -> anyhow::Result<ExitCode> {
+async fn put_stdin(location: &FilesLocation, target: &Path) -> anyhow::Result<ExitCode> {
     let failed = || format!("cannot write `{}`", target.display());
-    let uri = place.uri(target).await?;
-    if place.is_directory(&uri).await {
+    let uri = location.uri(target).await?;
+    if location.is_directory(&uri).await {
         bail!(
             "`{}` is a directory: give the file a name",
             target.display()
         );
     }
-    let mode = match place.files.supports(Feature::AtomicStreams).await? {
+    let mode = match location.files.supports(Feature::AtomicStreams).await? {
         true => WriteMode::Atomic,
         false => WriteMode::Replace,
     };
@@ -83,7 +83,7 @@ async fn put_stdin(place: &FilesLocation, target: &Path) -> anyhow::Result<ExitC
         mode,
         ..WriteStreamOptions::default()
     };
-    let writer = place.files.open_write(&uri, stream).await;
+    let writer = location.files.open_write(&uri, stream).await;
     let mut writer = writer.with_context(failed)?;
     let mut stdin = tokio::io::stdin();
     let mut piece = bytes::BytesMut::new();
@@ -99,24 +99,24 @@ async fn put_stdin(place: &FilesLocation, target: &Path) -> anyhow::Result<ExitC
     Ok(ExitCode::SUCCESS)
 }
 
-pub(super) async fn put(place: &FilesLocation, args: &TransferArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn put(location: &FilesLocation, args: &TransferArgs) -> anyhow::Result<ExitCode> {
     let (sources, target) = with_default(&args.paths);
     if sources.iter().any(|source| source.as_os_str() == STREAM) {
         if sources.len() > 1 || args.paths.len() < 2 {
             bail!("standard input goes to one file: `fs put - PATH`");
         }
-        return put_stdin(place, target).await;
+        return put_stdin(location, target).await;
     }
-    send(place, sources, target, args.flags).await
+    send(location, sources, target, args.flags).await
 }
 
-pub(super) async fn get(place: &FilesLocation, args: &TransferArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn get(location: &FilesLocation, args: &TransferArgs) -> anyhow::Result<ExitCode> {
     let (sources, target) = with_default(&args.paths);
     if args.paths.len() > 1 && target.as_os_str() == STREAM {
         let paths = sources.to_vec();
-        return cat(place, &CatArgs { paths }).await;
+        return cat(location, &CatArgs { paths }).await;
     }
-    fetch(place, sources, target, args.flags).await
+    fetch(location, sources, target, args.flags).await
 }
 
 /// A single path goes to the directory at hand.
@@ -239,11 +239,11 @@ pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
     if servers.any(|other| other.or(given) != server.or(given)) {
         bail!("the paths are on different servers; copy from one at a time");
     }
-    let place = match server {
+    let location = match server {
         Some(name) => on::named(name, &args.server)?,
         None => on::resolve(&args.server)?,
     };
-    if matches!(place, on::CommandLocation::Here) {
+    if matches!(location, on::CommandLocation::Here) {
         bail!("no server given: pass --on ENV or --url URL, or set EXEC_SERVER_URL");
     }
     let here = |side: &CopySide| match side {
@@ -259,7 +259,7 @@ pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
     match (from_here, from_there, target) {
         (Some(sources), _, CopySide::There(_, target)) => {
             send(
-                &FilesLocation::new(place).await?,
+                &FilesLocation::new(location).await?,
                 &sources,
                 target,
                 args.flags,
@@ -268,7 +268,7 @@ pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
         }
         (_, Some(sources), CopySide::Here(target)) => {
             fetch(
-                &FilesLocation::new(place).await?,
+                &FilesLocation::new(location).await?,
                 &sources,
                 target,
                 args.flags,
@@ -298,13 +298,13 @@ fn means_content(path: &Path) -> bool {
 }
 
 async fn send(
-    place: &FilesLocation,
+    location: &FilesLocation,
     sources: &[PathBuf],
     target: &Path,
     flags: CopyFlags,
 ) -> anyhow::Result<ExitCode> {
-    let into = place.uri(target).await?;
-    let is_directory = place.is_directory(&into).await;
+    let into = location.uri(target).await?;
+    let is_directory = location.is_directory(&into).await;
     if sources.len() > 1 && !is_directory {
         bail!("`{}` is not a directory on the server", target.display());
     }
@@ -320,7 +320,7 @@ async fn send(
             bail!("`{}` is not a directory on the server", target.display());
         }
         let bar = ProgressLine::new(flags.quiet);
-        let sent = upload(source, place.files.clone(), &to, options(flags, &bar)).await;
+        let sent = upload(source, location.files.clone(), &to, options(flags, &bar)).await;
         drop(bar);
         outcome.take(sent);
     }
@@ -328,7 +328,7 @@ async fn send(
 }
 
 async fn fetch(
-    place: &FilesLocation,
+    location: &FilesLocation,
     sources: &[PathBuf],
     target: &Path,
     flags: CopyFlags,
@@ -339,16 +339,16 @@ async fn fetch(
     }
     let mut outcome = CopyOutcome::default();
     for source in sources {
-        let from = place.uri(source).await?;
+        let from = location.uri(source).await?;
         let to = match source.file_name() {
             Some(name) if is_directory && !means_content(source) => target.join(name),
             _ => target.to_owned(),
         };
-        if !is_directory && ends_with_slash(target) && !place.is_directory(&from).await {
+        if !is_directory && ends_with_slash(target) && !location.is_directory(&from).await {
             bail!("`{}` is not a directory", target.display());
         }
         let bar = ProgressLine::new(flags.quiet);
-        let fetched = download(place.files.clone(), &from, &to, options(flags, &bar)).await;
+        let fetched = download(location.files.clone(), &from, &to, options(flags, &bar)).await;
         drop(bar);
         outcome.take(fetched);
     }

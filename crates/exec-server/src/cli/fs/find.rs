@@ -17,7 +17,10 @@ use crate::cli::table::visible;
 /// Exit code of `fs search` when nothing matches.
 const NOTHING: u8 = 1;
 
-pub(super) async fn search(place: &FilesLocation, args: &SearchArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn search(
+    location: &FilesLocation,
+    args: &SearchArgs,
+) -> anyhow::Result<ExitCode> {
     let options = SearchOptions {
         regex: !args.fixed_strings,
         case_sensitive: !args.ignore_case,
@@ -27,8 +30,8 @@ pub(super) async fn search(place: &FilesLocation, args: &SearchArgs) -> anyhow::
         context_lines: args.context,
         sandbox: None,
     };
-    let path = place.uri(&args.path).await?;
-    let result = place
+    let path = location.uri(&args.path).await?;
+    let result = location
         .files
         .search(&path, &args.pattern, options)
         .await
@@ -71,7 +74,7 @@ fn push_match(out: &mut Vec<u8>, found: &SearchMatch, for_terminal: bool) {
     }
 }
 
-pub(super) async fn watch(place: &FilesLocation, args: &WatchArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn watch(location: &FilesLocation, args: &WatchArgs) -> anyhow::Result<ExitCode> {
     let options = WatchOptions {
         recursive: !args.no_recursive,
         ignore: WatchIgnore {
@@ -81,8 +84,8 @@ pub(super) async fn watch(place: &FilesLocation, args: &WatchArgs) -> anyhow::Re
         debounce: args.debounce,
         sandbox: None,
     };
-    let path = place.uri(&args.path).await?;
-    let mut changes = place
+    let path = location.uri(&args.path).await?;
+    let mut changes = location
         .files
         .watch(&path, options)
         .await

@@ -36,14 +36,14 @@ struct ListingLine {
     found: Option<MetadataResult>,
 }
 
-pub(super) async fn ls(place: &FilesLocation, args: &LsArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn ls(location: &FilesLocation, args: &LsArgs) -> anyhow::Result<ExitCode> {
     let mut listed = Vec::new();
     let for_terminal = prints_to_terminal();
     let mut code = ExitCode::SUCCESS;
     let mut gap = "";
     for path in &args.paths {
-        let uri = place.uri(path).await?;
-        let mut listing = ListingLines::of(place, &uri, args);
+        let uri = location.uri(path).await?;
+        let mut listing = ListingLines::of(location, &uri, args);
         let mut heading = args.paths.len() > 1;
         loop {
             let page = listing.next().await;
@@ -86,29 +86,29 @@ pub(super) async fn ls(place: &FilesLocation, args: &LsArgs) -> anyhow::Result<E
 
 /// The lines of one path, page by page.
 struct ListingLines<'a> {
-    place: &'a FilesLocation,
+    location: &'a FilesLocation,
     path: &'a PathUri,
     args: &'a LsArgs,
-    begun: bool,
+    has_printed: bool,
     /// Of a directory, once it has been looked at.
     pages: Option<DirectoryPages>,
 }
 
 impl<'a> ListingLines<'a> {
-    fn of(place: &'a FilesLocation, path: &'a PathUri, args: &'a LsArgs) -> Self {
+    fn of(location: &'a FilesLocation, path: &'a PathUri, args: &'a LsArgs) -> Self {
         Self {
-            place,
+            location,
             path,
             args,
-            begun: false,
+            has_printed: false,
             pages: None,
         }
     }
 
     /// The next lines in order; nothing after the last ones.
     async fn next(&mut self) -> anyhow::Result<Option<Vec<ListingLine>>> {
-        if !std::mem::replace(&mut self.begun, true) {
-            let files = &self.place.files;
+        if !std::mem::replace(&mut self.has_printed, true) {
+            let files = &self.location.files;
             let found = files.metadata(self.path, Default::default()).await?;
             if !found.is_directory {
                 return Ok(Some(vec![itself(self.path, found)]));
@@ -134,7 +134,7 @@ impl<'a> ListingLines<'a> {
         }
         lines.sort_by(|one, other| one.name.cmp(&other.name));
         if self.args.long {
-            add_metadata(self.place, &mut lines).await?;
+            add_metadata(self.location, &mut lines).await?;
         }
         Ok(Some(lines))
     }
@@ -173,12 +173,12 @@ fn line(directory: &PathUri, entry: DirectoryEntry) -> Result<ListingLine, ExecS
     })
 }
 
-async fn add_metadata(place: &FilesLocation, lines: &mut [ListingLine]) -> anyhow::Result<()> {
+async fn add_metadata(location: &FilesLocation, lines: &mut [ListingLine]) -> anyhow::Result<()> {
     let mut tasks = JoinSet::new();
     let mut next = 0;
     while next < lines.len() || !tasks.is_empty() {
         if next < lines.len() && tasks.len() < PARALLEL {
-            let (files, path) = (place.files.clone(), lines[next].path.clone());
+            let (files, path) = (location.files.clone(), lines[next].path.clone());
             let number = next;
             tasks.spawn(async move { (number, files.metadata(&path, Default::default()).await) });
             next += 1;
@@ -190,8 +190,8 @@ async fn add_metadata(place: &FilesLocation, lines: &mut [ListingLine]) -> anyho
                 Ok(found) => {
                     if found.is_symlink {
                         lines[number].kind = "symlink";
-                        let said = &mut lines[number].target;
-                        *said = said.take().or(found.symlink_target.clone());
+                        let link_target = &mut lines[number].target;
+                        *link_target = link_target.take().or(found.symlink_target.clone());
                     }
                     lines[number].found = Some(found);
                 }
@@ -276,12 +276,12 @@ fn time(millis: i64) -> String {
     date_and_time(millis.div_euclid(1000), ' ')
 }
 
-pub(super) async fn stat(place: &FilesLocation, args: &StatArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn stat(location: &FilesLocation, args: &StatArgs) -> anyhow::Result<ExitCode> {
     let mut all = Vec::new();
     let mut text = String::new();
     for path in &args.paths {
-        let uri = place.uri(path).await?;
-        let found = place
+        let uri = location.uri(path).await?;
+        let found = location
             .files
             .metadata(&uri, Default::default())
             .await
@@ -326,7 +326,7 @@ pub(super) async fn stat(place: &FilesLocation, args: &StatArgs) -> anyhow::Resu
     Ok(ExitCode::SUCCESS)
 }
 
-pub(super) async fn walk(place: &FilesLocation, args: &WalkArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn walk(location: &FilesLocation, args: &WalkArgs) -> anyhow::Result<ExitCode> {
     let options = TreeWalkOptions {
         max_depth: args.depth,
         max_entries: args.entries.min(MAX_PAGE_ENTRIES),
@@ -334,10 +334,10 @@ pub(super) async fn walk(place: &FilesLocation, args: &WalkArgs) -> anyhow::Resu
         prune_hidden_directories: args.prune_hidden,
         ..TreeWalkOptions::default()
     };
-    let path = place.uri(&args.path).await?;
+    let path = location.uri(&args.path).await?;
     let walked = match args.entries > MAX_PAGE_ENTRIES {
-        true => walk_pages(place, &path, options, args.entries).await,
-        false => place.files.walk(&path, options).await,
+        true => walk_pages(location, &path, options, args.entries).await,
+        false => location.files.walk(&path, options).await,
     };
     let walked = walked.with_context(|| format!("cannot walk `{}`", args.path.display()))?;
     let failed = !walked.errors.is_empty();
@@ -370,12 +370,12 @@ pub(super) async fn walk(place: &FilesLocation, args: &WalkArgs) -> anyhow::Resu
 
 /// Walks page by page until there are so many entries.
 async fn walk_pages(
-    place: &FilesLocation,
+    location: &FilesLocation,
     path: &PathUri,
     options: TreeWalkOptions,
     entries: usize,
 ) -> Result<WalkResult, ExecServerError> {
-    let mut pages = WalkPages::new(place.files.clone(), path, options);
+    let mut pages = WalkPages::new(location.files.clone(), path, options);
     let mut all = WalkResult {
         entries: Vec::new(),
         errors: Vec::new(),

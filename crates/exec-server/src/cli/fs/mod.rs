@@ -28,19 +28,19 @@ const SEARCH_FAILED: u8 = 2;
 pub(super) fn run(args: &FsArgs) -> anyhow::Result<ExitCode> {
     let runtime = runtime()?;
     let work = async {
-        let place = FilesLocation::new(on::resolve(&args.server)?).await?;
+        let location = FilesLocation::new(on::resolve(&args.server)?).await?;
         match &args.command {
-            FsCommand::Ls(args) => list::ls(&place, args).await,
-            FsCommand::Cat(args) => copy::cat(&place, args).await,
-            FsCommand::Put(args) => copy::put(&place, args).await,
-            FsCommand::Get(args) => copy::get(&place, args).await,
-            FsCommand::Stat(args) => list::stat(&place, args).await,
-            FsCommand::Rm(args) => change::rm(&place, args).await,
-            FsCommand::Mv(args) => change::mv(&place, args).await,
-            FsCommand::Cp(args) => change::cp(&place, args).await,
-            FsCommand::Walk(args) => list::walk(&place, args).await,
-            FsCommand::Search(args) => find::search(&place, args).await,
-            FsCommand::Watch(args) => find::watch(&place, args).await,
+            FsCommand::Ls(args) => list::ls(&location, args).await,
+            FsCommand::Cat(args) => copy::cat(&location, args).await,
+            FsCommand::Put(args) => copy::put(&location, args).await,
+            FsCommand::Get(args) => copy::get(&location, args).await,
+            FsCommand::Stat(args) => list::stat(&location, args).await,
+            FsCommand::Rm(args) => change::rm(&location, args).await,
+            FsCommand::Mv(args) => change::mv(&location, args).await,
+            FsCommand::Cp(args) => change::cp(&location, args).await,
+            FsCommand::Walk(args) => list::walk(&location, args).await,
+            FsCommand::Search(args) => find::search(&location, args).await,
+            FsCommand::Watch(args) => find::watch(&location, args).await,
         }
     };
     let outcome = runtime.block_on(work);
@@ -71,9 +71,9 @@ struct FilesLocation {
 
 impl FilesLocation {
     /// In the place that was named.
-    async fn new(place: on::CommandLocation) -> anyhow::Result<Self> {
+    async fn new(location: on::CommandLocation) -> anyhow::Result<Self> {
         let here = || std::env::current_dir().context("no working directory");
-        let on::CommandLocation::There(there) = place else {
+        let on::CommandLocation::There(there) = location else {
             return Ok(Self {
                 files: Arc::new(LocalFileSystem::new()),
                 directory: Some(here()?),

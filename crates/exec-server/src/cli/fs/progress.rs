@@ -17,7 +17,7 @@ const INTERVAL: Duration = Duration::from_millis(100);
 pub(super) struct ProgressLine(Option<Arc<Mutex<ProgressState>>>);
 
 struct ProgressState {
-    begun: Instant,
+    started_at: Instant,
     shown: Option<Instant>,
 }
 
@@ -26,7 +26,7 @@ impl ProgressLine {
         let shows = !quiet && isatty(rustix::stdio::stderr());
         Self(shows.then(|| {
             Arc::new(Mutex::new(ProgressState {
-                begun: Instant::now(),
+                started_at: Instant::now(),
                 shown: None,
             }))
         }))
@@ -43,7 +43,7 @@ impl ProgressLine {
             }
             line.shown = Some(now);
             let width = tcgetwinsize(rustix::stdio::stderr()).map_or(80, |size| size.ws_col.into());
-            let text = render(progress, now - line.begun, width);
+            let text = render(progress, now - line.started_at, width);
             let mut stderr = std::io::stderr().lock();
             let _ = write!(stderr, "\r\x1b[K{text}");
             let _ = stderr.flush();

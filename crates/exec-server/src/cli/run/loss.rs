@@ -95,8 +95,8 @@ impl ConnectionLosses {
         if !error::message(&error).contains("unknown session") {
             return error;
         }
-        let asked = tokio::time::timeout(LIMIT, there.connect()).await;
-        let now = asked.ok().and_then(Result::ok);
+        let connected = tokio::time::timeout(LIMIT, there.connect()).await;
+        let now = connected.ok().and_then(Result::ok);
         let restarted = now.as_ref().and_then(|now| {
             let (before, after) = (client.server_instance()?, now.server_instance()?);
             (before.id != after.id).then_some(after.started_at)

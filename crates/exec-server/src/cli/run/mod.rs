@@ -220,8 +220,8 @@ impl RunLocation {
     }
 
     /// At the target of the options, or else on this machine.
-    async fn new(place: on::CommandLocation) -> anyhow::Result<Self> {
-        let on::CommandLocation::There(there) = place else {
+    async fn new(location: on::CommandLocation) -> anyhow::Result<Self> {
+        let on::CommandLocation::There(there) = location else {
             let config = ExecutorConfig {
                 environment: settings::environment(),
                 ..ExecutorConfig::default()
@@ -262,38 +262,38 @@ async fn execute(
         on::CommandLocation::There(there) => Some(there.clone()),
         on::CommandLocation::Here => None,
     };
-    let begun = {
+    let running = {
         let beginning = begin(args, resolved, tty, &keys);
         tokio::pin!(beginning);
         tokio::select! {
-            begun = &mut beginning => begun,
+            running = &mut beginning => running,
             code = signals.end() => {
                 // The command may have been started already: then it is ended.
-                if let Ok(Ok(begun)) = tokio::time::timeout(FAREWELL / 2, &mut beginning).await {
+                if let Ok(Ok(running)) = tokio::time::timeout(FAREWELL / 2, &mut beginning).await {
                     let grace = Some(STOP_GRACE);
-                    end_early(&begun.place, begun.process, watcher, grace).await;
+                    end_early(&running.location, running.process, watcher, grace).await;
                 }
                 return Ok(code);
             }
         }
     };
     let StartedCommand {
-        place,
+        location,
         process,
         feeds,
-    } = match begun {
-        Ok(begun) => begun,
+    } = match running {
+        Ok(running) => running,
         Err(error) => {
             dismiss(watcher);
             return Err(error);
         }
     };
     let introduced = tokio::select! {
-        () = place.introduce(args, &*process) => None,
+        () = location.introduce(args, &*process) => None,
         code = signals.end() => Some(code),
     };
     if let Some(code) = introduced {
-        end_early(&place, process, watcher, Some(STOP_GRACE)).await;
+        end_early(&location, process, watcher, Some(STOP_GRACE)).await;
         return Ok(code);
     }
     let raw = if tty {
@@ -302,7 +302,7 @@ async fn execute(
         None
     };
     let losses = Arc::new(ConnectionLosses::new());
-    let states = match &place {
+    let states = match &location {
         RunLocation::There { client, .. } => {
             let watching = Arc::clone(&losses).watch(client.clone());
             Some(AbortOnDropHandle::new(tokio::spawn(watching)))
@@ -327,22 +327,23 @@ async fn execute(
     drop(states);
     match outcome {
         Ok(RunEnd::Client { code, grace }) => {
-            end_early(&place, process, watcher, grace).await;
+            end_early(&location, process, watcher, grace).await;
             Ok(code)
         }
         Ok(RunEnd::Command { code, descendants }) => {
             tokio::select! {
-                () = end(args, &place, process, (code, &descendants)) => {}
+                () = end(args, &location, process, (code, &descendants)) => {}
                 // The command has ended, only its exit code counts.
                 _ = signals.end() => {}
             }
             dismiss(watcher);
-            std::mem::forget(place);
+            std::mem::forget(location);
             Ok(code)
         }
         Err(error) => {
             dismiss(watcher);
-            let Some((there, RunLocation::There { client, .. })) = there.as_ref().zip(Some(&place))
+            let Some((there, RunLocation::There { client, .. })) =
+                there.as_ref().zip(Some(&location))
             else {
                 return Err(error);
             };
@@ -363,11 +364,11 @@ fn dismiss(watcher: Option<Watcher>) {
 /// Ends what is left after the command has ended.
 async fn end(
     args: &RunArgs,
-    place: &RunLocation,
+    location: &RunLocation,
     process: Arc<dyn ExecProcess>,
     (code, descendants): (u8, &[Survivor]),
 ) {
-    if let RunLocation::There { client, .. } = place
+    if let RunLocation::There { client, .. } = location
         && code >= 129
         && let Some(reason) = server_stop(client).await
     {
@@ -375,7 +376,7 @@ async fn end(
         return;
     }
     name_descendants(descendants, args.leave_running);
-    match place {
+    match location {
         _ if args.leave_running && !descendants.is_empty() => std::mem::forget(process),
         RunLocation::Here(_) if descendants.is_empty() => {}
         RunLocation::Here(_) => drop(process.terminate(TerminateMode::Force, true).await),
@@ -412,12 +413,12 @@ fn name_descendants(descendants: &[Survivor], stay: bool) {
 
 /// Ends the command because this program ends first: with SIGTERM and this time, or with SIGKILL.
 async fn end_early(
-    place: &RunLocation,
+    location: &RunLocation,
     process: Arc<dyn ExecProcess>,
     watcher: Option<Watcher>,
     grace: Option<Duration>,
 ) {
-    match place {
+    match location {
         RunLocation::Here(_) => {
             if let (Some(watcher), Some(_)) = (&watcher, grace) {
                 let timeout_ms = u64::try_from(STOP_GRACE.as_millis()).unwrap_or(u64::MAX);
@@ -467,7 +468,7 @@ async fn server_stop(client: &ExecServerClient) -> Option<&'static str> {
     const LIMIT: Duration = Duration::from_secs(1);
     let mut states = client.states();
     let lost = async { while let Some(ConnectionState::Connected) = states.recv().await {} };
-    let asked = async {
+    let descendants_listed = async {
         tokio::select! {
             status = client.call::<Status>(&NoParams) => match status {
                 Ok(status) => status.draining.then_some("the server is shutting down"),
@@ -476,12 +477,15 @@ async fn server_stop(client: &ExecServerClient) -> Option<&'static str> {
             () = lost => Some("the server closed the connection"),
         }
     };
-    tokio::time::timeout(LIMIT, asked).await.ok().flatten()
+    tokio::time::timeout(LIMIT, descendants_listed)
+        .await
+        .ok()
+        .flatten()
 }
 
 /// A command that was started.
 struct StartedCommand {
-    place: RunLocation,
+    location: RunLocation,
     process: Arc<dyn ExecProcess>,
     /// Our input is to be passed on.
     feeds: bool,
@@ -501,23 +505,23 @@ async fn begin(
     {
         return begin_at_once(args, there, &cwd, said, tty).await;
     }
-    let place = RunLocation::new(resolved).await?;
-    let mut params = params(args, &cwd(args, &place).await?, tty, place.is_here())?;
+    let location = RunLocation::new(resolved).await?;
+    let mut params = params(args, &cwd(args, &location).await?, tty, location.is_here())?;
     if params.argv.is_empty() {
-        params.argv = place.login_shell().await?;
+        params.argv = location.login_shell().await?;
     }
     let feeds = params.pipe_stdin;
     let started = if args.network.net_ask {
         let asker = Arc::new(TerminalDecider::new(Arc::clone(keys))?);
-        let backend = place.backend();
+        let backend = location.backend();
         backend
             .start_with_network_policy_decider(params, asker)
             .await?
     } else {
-        place.backend().start(params).await?
+        location.backend().start(params).await?
     };
     Ok(StartedCommand {
-        place,
+        location,
         process: started.process,
         feeds,
     })
@@ -549,26 +553,26 @@ async fn begin_at_once(
         }
     }
     let process = started?.process;
-    let place = RunLocation::There {
+    let location = RunLocation::There {
         backend: Arc::new(client.clone()),
         client,
         mapped: false,
         directory: None,
     };
     Ok(StartedCommand {
-        place,
+        location,
         process,
         feeds,
     })
 }
 
 /// Where the command is to run.
-async fn cwd(args: &RunArgs, place: &RunLocation) -> anyhow::Result<PathBuf> {
+async fn cwd(args: &RunArgs, location: &RunLocation) -> anyhow::Result<PathBuf> {
     let at_home = |home: PathBuf, cwd: &Path| match cwd.strip_prefix("~") {
         Ok(below) => home.join(below),
         Err(_) => home.join(cwd),
     };
-    Ok(match (&args.cwd, place) {
+    Ok(match (&args.cwd, location) {
         (Some(cwd), RunLocation::Here(_) | RunLocation::There { mapped: true, .. }) => {
             match settings::variable("HOME") {
                 Some(home) if cwd.starts_with("~") => at_home(home.into(), cwd),

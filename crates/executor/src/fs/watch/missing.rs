@@ -118,9 +118,9 @@ impl MissingPathWait {
         let events = Arc::clone(&self.inotify);
         loop {
             let mut ready = events.readable().await?;
-            let heard = self.read();
+            let relevance = self.read();
             ready.clear_ready();
-            match heard? {
+            match relevance? {
                 EventRelevance::Nothing => continue,
                 EventRelevance::Change => return Ok(()),
                 EventRelevance::Maybe => {}
@@ -143,12 +143,12 @@ impl MissingPathWait {
     fn read(&self) -> io::Result<EventRelevance> {
         let mut buffer = [MaybeUninit::uninit(); 4096];
         let mut reader = Reader::new(self.inotify.get_ref(), &mut buffer);
-        let mut heard = EventRelevance::Nothing;
+        let mut relevance = EventRelevance::Nothing;
         loop {
             let event = match reader.next() {
                 Ok(event) => event,
                 Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => return Ok(heard),
+                Err(Errno::AGAIN) => return Ok(relevance),
                 Err(error) => return Err(error.into()),
             };
             let is_present = self
@@ -167,7 +167,7 @@ impl MissingPathWait {
                 (Some(name), names) => names.is_some_and(|names| names.iter().any(|n| n == name)),
             };
             if concerns {
-                heard = EventRelevance::Maybe;
+                relevance = EventRelevance::Maybe;
             }
         }
     }

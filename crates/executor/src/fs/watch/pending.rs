@@ -137,9 +137,9 @@ impl PendingChanges {
         if std::mem::take(&mut self.overflow) {
             return (Vec::new(), true);
         }
-        let mut told: Vec<DeliveredChange> = Vec::new();
+        let mut delivered: Vec<DeliveredChange> = Vec::new();
         let mut bytes = 0;
-        while told.len() < max && bytes < max_bytes {
+        while delivered.len() < max && bytes < max_bytes {
             let Some(entry) = self.entries.pop_front() else {
                 break;
             };
@@ -151,8 +151,8 @@ impl PendingChanges {
             self.live -= 1;
             self.bytes -= cost(&path, &kind);
             bytes += path.as_os_str().len();
-            let mut tell = |kind, from| {
-                told.push(DeliveredChange {
+            let mut push_change = |kind, from| {
+                delivered.push(DeliveredChange {
                     path: Arc::clone(&path),
                     kind,
                     from,
@@ -160,17 +160,17 @@ impl PendingChanges {
             };
             let mut rest = false;
             match kind {
-                PendingKind::Created { .. } => tell(ChangeKind::Created, None),
-                PendingKind::Modified => tell(ChangeKind::Modified, None),
-                PendingKind::Removed => tell(ChangeKind::Removed, None),
+                PendingKind::Created { .. } => push_change(ChangeKind::Created, None),
+                PendingKind::Modified => push_change(ChangeKind::Modified, None),
+                PendingKind::Removed => push_change(ChangeKind::Removed, None),
                 PendingKind::Renamed { from, modified } => {
                     bytes += from.as_os_str().len();
-                    tell(ChangeKind::Renamed, Some(from));
+                    push_change(ChangeKind::Renamed, Some(from));
                     rest = modified;
                 }
             }
-            if rest && told.len() < max {
-                told.push(DeliveredChange {
+            if rest && delivered.len() < max {
+                delivered.push(DeliveredChange {
                     path: Arc::clone(&path),
                     kind: ChangeKind::Modified,
                     from: None,
@@ -190,7 +190,7 @@ impl PendingChanges {
                 }));
             }
         }
-        (told, false)
+        (delivered, false)
     }
 
     fn created(&mut self, path: &Path, replaced: bool) {
@@ -342,9 +342,9 @@ mod tests {
 
     use super::*;
 
-    fn told(pending: &mut PendingChanges) -> Vec<String> {
+    fn delivered(pending: &mut PendingChanges) -> Vec<String> {
         let (changes, overflow) = pending.take(usize::MAX, usize::MAX);
-        let mut told: Vec<_> = changes
+        let mut delivered: Vec<_> = changes
             .iter()
             .map(|change| {
                 let path = change.path.display();
@@ -357,9 +357,9 @@ mod tests {
             })
             .collect();
         if overflow {
-            told.push("lost".to_owned());
+            delivered.push("lost".to_owned());
         }
-        told
+        delivered
     }
 
     fn after(reported_changes: &[ReportedChange<'_>]) -> Vec<String> {
@@ -367,9 +367,9 @@ mod tests {
         for reported in reported_changes {
             pending.record(*reported);
         }
-        let told = told(&mut pending);
+        let delivered = delivered(&mut pending);
         assert!(pending.is_empty() && pending.bytes == 0 && pending.latest.is_empty());
-        told
+        delivered
     }
 
     fn created(path: &str) -> ReportedChange<'_> {
@@ -435,14 +435,14 @@ mod tests {
             to: Path::new("e"),
             tree: true,
         };
-        let told = after(&[
+        let delivered = after(&[
             created("d"),
             created("d/x"),
             moves,
             created("e/y"),
             removed("e/x"),
         ]);
-        assert_eq!(told, ["+d", "+d/x", "d>e", "+e/y", "-e/x"]);
+        assert_eq!(delivered, ["+d", "+d/x", "d>e", "+e/y", "-e/x"]);
     }
 
     #[test]
@@ -452,14 +452,14 @@ mod tests {
             pending.record(modified(&number.to_string()));
         }
         pending.record(created("late"));
-        assert_eq!(told(&mut pending), ["lost"]);
+        assert_eq!(delivered(&mut pending), ["lost"]);
         pending.record(created("a"));
-        assert_eq!(told(&mut pending), ["+a"]);
+        assert_eq!(delivered(&mut pending), ["+a"]);
         let long = "x".repeat(4000);
         for number in 0..MAX_BYTES / 4000 + 1 {
             pending.record(modified(&format!("{long}{number}")));
         }
-        assert_eq!(told(&mut pending), ["lost"]);
+        assert_eq!(delivered(&mut pending), ["lost"]);
     }
 
     #[test]
@@ -473,7 +473,7 @@ mod tests {
         }
         assert!(pending.entries.len() < 4 * MIN_HOLES && !pending.overflow);
         pending.record(modified("first"));
-        assert_eq!(told(&mut pending), ["+first"]);
+        assert_eq!(delivered(&mut pending), ["+first"]);
     }
 
     /// A change of a small tree, or a read by the subscriber.

@@ -27,7 +27,7 @@ struct TestSubscriber {
     waker: Waker,
     rung: mpsc::Receiver<()>,
     seq: u64,
-    told: Vec<String>,
+    reported_changes: Vec<String>,
 }
 
 fn ignoring(gitignore: bool, patterns: &[&str]) -> WatchIgnore {
@@ -54,7 +54,7 @@ impl TestSubscriber {
             waker: Waker::from(Arc::new(ChannelWaker(ring))),
             rung,
             seq: 0,
-            told: Vec::new(),
+            reported_changes: Vec::new(),
         }
     }
 
@@ -73,8 +73,9 @@ impl TestSubscriber {
             match self.subscription.take(&self.waker) {
                 Some(batch) => break batch,
                 None => self.rung.recv_timeout(TIMEOUT).unwrap_or_else(|_| {
-                    let told = &self.told[self.told.len().saturating_sub(20)..];
-                    panic!("nothing more was told; at last {told:?}");
+                    let reported_changes =
+                        &self.reported_changes[self.reported_changes.len().saturating_sub(20)..];
+                    panic!("nothing more was told; at last {reported_changes:?}");
                 }),
             }
         };
@@ -83,16 +84,17 @@ impl TestSubscriber {
         assert!(batch.changes.len() <= MAX_CHANGES);
         for change in batch.changes {
             let path = self.name(&change.path);
-            self.told.push(match (change.kind, &change.from) {
-                (ChangeKind::Renamed, Some(from)) => format!("{}>{path}", self.name(from)),
-                (ChangeKind::Created, None) => format!("+{path}"),
-                (ChangeKind::Modified, None) => format!("~{path}"),
-                (ChangeKind::Removed, None) => format!("-{path}"),
-                odd => panic!("{odd:?}"),
-            });
+            self.reported_changes
+                .push(match (change.kind, &change.from) {
+                    (ChangeKind::Renamed, Some(from)) => format!("{}>{path}", self.name(from)),
+                    (ChangeKind::Created, None) => format!("+{path}"),
+                    (ChangeKind::Modified, None) => format!("~{path}"),
+                    (ChangeKind::Removed, None) => format!("-{path}"),
+                    odd => panic!("{odd:?}"),
+                });
         }
         if batch.overflow {
-            self.told.push("lost".to_owned());
+            self.reported_changes.push("lost".to_owned());
         }
     }
 
@@ -103,7 +105,11 @@ impl TestSubscriber {
 
     /// Waits until a given change has been received.
     fn until(&mut self, what: &str) {
-        while !self.told.iter().any(|told| told == what) {
+        while !self
+            .reported_changes
+            .iter()
+            .any(|reported_changes| reported_changes == what)
+        {
             self.step();
         }
     }
@@ -111,12 +117,12 @@ impl TestSubscriber {
     /// Creates files until one is reported: after a loss there may be another, which covers them.
     fn wants_more(&mut self) {
         for number in 0.. {
-            self.told.clear();
+            self.reported_changes.clear();
             let name = format!("after{number}");
             fs::write(self.subscription.root().join(&name), "").unwrap();
-            let (told, lost) = (format!("+{name}"), "lost".to_owned());
-            while !self.told.contains(&lost) {
-                if self.told.contains(&told) {
+            let (reported_changes, lost) = (format!("+{name}"), "lost".to_owned());
+            while !self.reported_changes.contains(&lost) {
+                if self.reported_changes.contains(&reported_changes) {
                     return;
                 }
                 self.step();
@@ -132,9 +138,10 @@ impl TestSubscriber {
         let name = root.join(&mark);
         let name = name.strip_prefix(&self.dir).unwrap().display().to_string();
         self.until(&format!("+{name}"));
-        let told = std::mem::take(&mut self.told);
-        told.into_iter()
-            .filter(|told| !told.contains("mark"))
+        let reported_changes = std::mem::take(&mut self.reported_changes);
+        reported_changes
+            .into_iter()
+            .filter(|reported_changes| !reported_changes.contains("mark"))
             .collect()
     }
 }
@@ -172,8 +179,13 @@ fn changes_are_reported_with_kind_and_path() {
     fs::write(other.path().join("e/d/unseen"), "").unwrap();
     fs::write(at("in/more"), "").unwrap();
     seen.until("+in/more");
-    let told = seen.so_far();
-    assert!(!told.iter().any(|told| told.contains("unseen")), "{told:?}");
+    let reported_changes = seen.so_far();
+    assert!(
+        !reported_changes
+            .iter()
+            .any(|reported_changes| reported_changes.contains("unseen")),
+        "{reported_changes:?}"
+    );
 }
 
 #[test]
@@ -189,12 +201,12 @@ fn files_in_new_directories_are_reported() {
             expected.insert(format!("+{number}{name}"));
         }
     }
-    let told = seen.so_far();
-    let mut known: BTreeSet<String> = told.into_iter().collect();
+    let reported_changes = seen.so_far();
+    let mut known: BTreeSet<String> = reported_changes.into_iter().collect();
     // The changes of those directories may arrive after that of the marker.
     while !expected.is_subset(&known) {
         seen.step();
-        known.extend(seen.told.drain(..));
+        known.extend(seen.reported_changes.drain(..));
     }
 }
 
@@ -211,7 +223,7 @@ fn replaced_directory_is_still_watched() {
         fs::create_dir_all(at("d/deep")).unwrap();
         fs::write(at("d/deep/x"), "").unwrap();
         seen.until("+d/deep/x");
-        seen.told.clear();
+        seen.reported_changes.clear();
         fs::rename(at("d"), at("d.old")).unwrap();
         fs::create_dir_all(at("d/deep")).unwrap();
         fs::write(at("d/deep/y"), "").unwrap();
@@ -220,7 +232,7 @@ fn replaced_directory_is_still_watched() {
         seen.until("+d.old/deep/z");
         fs::remove_dir_all(at("d.old")).unwrap();
         seen.until("-d.old");
-        seen.told.clear();
+        seen.reported_changes.clear();
     }
 }
 
@@ -238,13 +250,13 @@ fn replaced_root_is_still_watched() {
         fs::create_dir_all(at("way/to/root/d")).unwrap();
         fs::write(at("way/to/root/d/x"), "").unwrap();
         seen.until("+way/to/root/d/x");
-        seen.told.clear();
+        seen.reported_changes.clear();
         // Renamed, and another directory in its place.
         fs::rename(at("way/to/root"), at("away")).unwrap();
         fs::create_dir_all(at("way/to/root/d")).unwrap();
         fs::write(at("way/to/root/d/y"), "").unwrap();
         seen.until("+way/to/root/d/y");
-        seen.told.clear();
+        seen.reported_changes.clear();
         fs::remove_dir_all(at("away")).unwrap();
         // Together with its parent directories.
         fs::rename(at("way"), at("away")).unwrap();
@@ -255,10 +267,10 @@ fn replaced_root_is_still_watched() {
         fs::rename(at("away/to/root"), at("way/to/root")).unwrap();
         seen.until("+way/to/root/d/unseen");
         fs::remove_dir_all(at("away")).unwrap();
-        seen.told.clear();
+        seen.reported_changes.clear();
         fs::write(at("way/to/root/d/unseen"), "x").unwrap();
         seen.until("~way/to/root/d/unseen");
-        seen.told.clear();
+        seen.reported_changes.clear();
     }
 }
 
@@ -278,20 +290,22 @@ fn regular_file_is_watched_by_name() {
     seen.until("+file");
     fs::remove_file(at("file")).unwrap();
     seen.until("-file");
-    seen.told.clear();
+    seen.reported_changes.clear();
     fs::write(at("file"), "").unwrap();
     seen.until("+file");
     assert!(
-        seen.told.iter().all(|told| told.ends_with("file")),
+        seen.reported_changes
+            .iter()
+            .all(|reported_changes| reported_changes.ends_with("file")),
         "{:?}",
-        seen.told
+        seen.reported_changes
     );
 }
 
 struct DiscardChanges;
 
 impl ChangeReceiver for DiscardChanges {
-    fn tell(&self, _: ReportedChange<'_>) {}
+    fn report(&self, _: ReportedChange<'_>) {}
 }
 
 fn registered(dir: &Path, ignore: &WatchIgnore) -> WatchedTree<DiscardChanges> {
@@ -315,7 +329,7 @@ struct ConcurrentCreator {
 }
 
 impl ChangeReceiver for ConcurrentCreator {
-    fn tell(&self, reported: ReportedChange<'_>) {
+    fn report(&self, reported: ReportedChange<'_>) {
         if let ReportedChange::Created { path, .. } = reported
             && path.parent().is_some_and(|parent| parent.ends_with("new"))
         {
@@ -350,22 +364,22 @@ fn removal_of_file_seen_by_scan_and_event_is_reported() {
     fs::rename(aside.path().join("new"), root.join("new")).unwrap();
     // Handle only the event of the directory; the event of the file is in the queue now.
     tree.turn(&mut buffer);
-    let told = |kind| {
+    let reported_changes = |kind| {
         let (changes, overflow) = pending.lock().take(usize::MAX, usize::MAX);
         assert!(!overflow);
-        let told = changes.into_iter().filter(|change| change.kind == kind);
-        let files = told.filter(|change| change.path.ends_with("file"));
+        let reported_changes = changes.into_iter().filter(|change| change.kind == kind);
+        let files = reported_changes.filter(|change| change.path.ends_with("file"));
         files.map(|change| change.path).collect::<Vec<_>>()
     };
-    let created = told(ChangeKind::Created);
+    let created = reported_changes(ChangeKind::Created);
     assert_eq!(created.len(), 1, "{created:?}");
     fs::remove_file(&created[0]).unwrap();
     while tree.turn(&mut buffer) {}
-    assert_eq!(told(ChangeKind::Removed), created);
+    assert_eq!(reported_changes(ChangeKind::Removed), created);
     // A file that is created there again is new.
     fs::write(&created[0], "").unwrap();
     while tree.turn(&mut buffer) {}
-    assert_eq!(told(ChangeKind::Created), created);
+    assert_eq!(reported_changes(ChangeKind::Created), created);
 }
 
 #[test]
@@ -394,14 +408,14 @@ fn short_lived_files_in_new_directories_are_reported_as_removed() {
         .collect();
     while known != expected {
         seen.step();
-        for told in seen.told.drain(..) {
-            let (kind, path) = told.split_at(1);
+        for reported_changes in seen.reported_changes.drain(..) {
+            let (kind, path) = reported_changes.split_at(1);
             match kind {
                 "+" | "~" => {
                     known.insert(path.to_owned());
                 }
                 "-" => known.retain(|one| !Path::new(one).starts_with(path)),
-                _ => panic!("{told}"),
+                _ => panic!("{reported_changes}"),
             }
         }
     }
@@ -478,14 +492,16 @@ fn changes_of_ignored_paths_are_not_reported() {
     fs::rename(at("a.tmp"), at("shown")).unwrap();
     fs::rename(at("kept"), at("kept.log")).unwrap();
     fs::remove_file(at("a.log")).unwrap();
-    let told = seen.so_far();
-    let odd: Vec<_> = told
+    let reported_changes = seen.so_far();
+    let odd: Vec<_> = reported_changes
         .iter()
-        .filter(|told| !["+kept", "~kept", "-kept", "+shown", "~shown"].contains(&told.as_str()))
+        .filter(|reported_changes| {
+            !["+kept", "~kept", "-kept", "+shown", "~shown"].contains(&reported_changes.as_str())
+        })
         .collect();
     assert!(
-        odd.is_empty() && told.contains(&"+shown".to_owned()),
-        "{told:?}"
+        odd.is_empty() && reported_changes.contains(&"+shown".to_owned()),
+        "{reported_changes:?}"
     );
 }
 
@@ -536,14 +552,14 @@ fn burst_is_delivered_completely_or_as_overflow() {
     }
     fs::write(dir.path().join("last"), "").unwrap();
     while !seen
-        .told
+        .reported_changes
         .iter()
-        .any(|told| told == "+last" || told == "lost")
+        .any(|reported_changes| reported_changes == "+last" || reported_changes == "lost")
     {
         seen.step();
     }
-    let told: BTreeSet<String> = seen.told.drain(..).collect();
-    assert!(told.contains("lost") || told.is_superset(&expected));
+    let reported_changes: BTreeSet<String> = seen.reported_changes.drain(..).collect();
+    assert!(reported_changes.contains("lost") || reported_changes.is_superset(&expected));
     seen.wants_more();
 }
 

@@ -32,7 +32,7 @@ use super::scanned::{EntryNovelty, ScannedPaths};
 /// Receiver of changes.
 pub(super) trait ChangeReceiver {
     /// Receives one change.
-    fn tell(&self, reported: ReportedChange<'_>);
+    fn report(&self, reported: ReportedChange<'_>);
 }
 
 /// Target of a watch.
@@ -92,7 +92,7 @@ pub(super) struct WatchedTree<T> {
     /// Events were lost, or a directory could not be registered: the time to register everything
     /// again.
     lost: Option<Instant>,
-    tell: T,
+    report: T,
     /// Set when there are no subscribers any more.
     stop: Arc<AtomicBool>,
 }
@@ -176,7 +176,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
     pub(super) fn start(
         target: WatchTarget,
         filter: IgnoreFilter,
-        tell: T,
+        report: T,
         stop: Arc<AtomicBool>,
     ) -> Result<Self, WatchError> {
         let mut tree = Self {
@@ -192,7 +192,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
             outdated: Vec::new(),
             scanned: ScannedPaths::default(),
             lost: None,
-            tell,
+            report,
             stop,
         };
         tree.establish(ScanMode::Quiet)?;
@@ -300,7 +300,8 @@ impl<T: ChangeReceiver> WatchedTree<T> {
         match &event.name {
             Some(name) => self.handle_entry(node, name, event),
             None if node == BASE && self.target.only.is_none() => {
-                self.tell.tell(ReportedChange::Modified(&self.target.root));
+                self.report
+                    .report(ReportedChange::Modified(&self.target.root));
             }
             // The parent directory reports it.
             None => {}
@@ -357,12 +358,12 @@ impl<T: ChangeReceiver> WatchedTree<T> {
         } else if ignored {
             // No subscriber needs this event.
         } else if event.mask.contains(ReadFlags::DELETE) {
-            self.tell.tell(ReportedChange::Removed {
+            self.report.report(ReportedChange::Removed {
                 path: &path,
                 tree: false,
             });
         } else if event.mask.intersects(ReadFlags::MODIFY | ReadFlags::ATTRIB) {
-            self.tell.tell(ReportedChange::Modified(&path));
+            self.report.report(ReportedChange::Modified(&path));
         }
     }
 
@@ -379,7 +380,8 @@ impl<T: ChangeReceiver> WatchedTree<T> {
         if ignored {
             return;
         }
-        self.tell.tell(ReportedChange::Created { path, replaced });
+        self.report
+            .report(ReportedChange::Created { path, replaced });
         if is_dir {
             self.adopt(node, name, path, ScanMode::Tell);
         }
@@ -390,7 +392,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
         if ignored {
             return self.moved_away(from);
         }
-        self.tell.tell(ReportedChange::Renamed {
+        self.report.report(ReportedChange::Renamed {
             from: &from.path,
             to: path,
             tree: from.is_dir,
@@ -414,7 +416,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
     /// Handles an entry that left and did not arrive in a watched directory.
     fn moved_away(&mut self, moving: &PendingRename) {
         if !moving.ignored {
-            self.tell.tell(ReportedChange::Removed {
+            self.report.report(ReportedChange::Removed {
                 path: &moving.path,
                 tree: moving.is_dir,
             });
@@ -476,7 +478,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
         }
         if registered.is_some() {
             self.renew();
-            self.tell.tell(ReportedChange::Removed {
+            self.report.report(ReportedChange::Removed {
                 path: &self.target.root,
                 tree: true,
             });
@@ -502,7 +504,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
                 Some(Instant::now() + RETRY)
             }
         };
-        self.tell.tell(ReportedChange::Overflow);
+        self.report.report(ReportedChange::Overflow);
     }
 
     /// Drops all registrations, and the queued events of them.
@@ -537,7 +539,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
         };
         debug_assert_eq!(node, BASE, "there was no other");
         if scan == ScanMode::Tell && self.target.only.is_none() {
-            self.tell.tell(ReportedChange::Created {
+            self.report.report(ReportedChange::Created {
                 path: &self.target.root,
                 replaced: false,
             });
@@ -573,7 +575,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
     /// Registers a directory; without a parent and name, it is the base.
     fn register(
         &mut self,
-        place: Option<(u32, &OsStr)>,
+        parent_and_name: Option<(u32, &OsStr)>,
         path: &Path,
     ) -> Result<RegistrationResult, WatchError> {
         if protected::is_protected_directory(path) {
@@ -591,7 +593,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
         if let Some(&known) = self.by_descriptor.get(&descriptor) {
             // Either it was at this path before; or it moved here and its event is still queued; or
             // it is the same directory mounted twice, which must not become its own descendant.
-            if let Some((parent, name)) = place
+            if let Some((parent, name)) = parent_and_name
                 && !self.is_within(parent, known)
             {
                 self.detach(known);
@@ -601,7 +603,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
             }
             return Ok(RegistrationResult::Known(known));
         }
-        let rules = match place {
+        let rules = match parent_and_name {
             Some((parent, _)) => self.nodes[parent as usize].rules.clone(),
             None => self.filter.above(),
         };
@@ -626,7 +628,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
             }
         };
         self.by_descriptor.insert(descriptor, number);
-        if let Some((parent, name)) = place {
+        if let Some((parent, name)) = parent_and_name {
             self.attach(number, parent, name);
         }
         Ok(RegistrationResult::New(number))
@@ -686,7 +688,8 @@ impl<T: ChangeReceiver> WatchedTree<T> {
                     let arrival = self.scanned.found(&path);
                     if arrival != EntryNovelty::Known {
                         let (path, replaced) = (&path, arrival == EntryNovelty::Vague);
-                        self.tell.tell(ReportedChange::Created { path, replaced });
+                        self.report
+                            .report(ReportedChange::Created { path, replaced });
                         again = true;
                     }
                 }
