@@ -565,7 +565,7 @@ async fn ls_and_walk_list_directories_of_any_size() {
 }
 
 #[tokio::test]
-async fn cp_copies_directories_with_more_entries_than_one_answer_holds() {
+async fn cp_copies_directories_larger_than_one_response() {
     let test = CliFixture::new().await;
     let crowd = tempfile::tempdir_in("/dev/shm").unwrap();
     for n in 0..50_010 {

@@ -742,7 +742,7 @@ mod tests {
     }
 
     #[test]
-    fn logs_share_a_meter() {
+    fn logs_of_one_meter_share_its_total() {
         let retention = Retention {
             bytes: 10,
             chunks: 10,

@@ -266,7 +266,7 @@ async fn input_is_written_in_order_and_ends() {
 
 /// The child empties the pipe at the moment at which a write finds it full.
 #[tokio::test(flavor = "multi_thread", worker_threads = 3)]
-async fn input_larger_than_the_pipe_reaches_a_child_that_reads_at_once() {
+async fn input_larger_than_the_pipe_reaches_a_reading_child() {
     let executor = executor();
     let mut writers = tokio::task::JoinSet::new();
     for _ in 0..6 {
@@ -388,7 +388,7 @@ async fn signals_to_many_trees_share_reads_of_the_process_table() {
 }
 
 #[tokio::test]
-async fn terminate_ends_trees_that_fork_all_the_time() {
+async fn terminate_ends_process_trees_that_keep_forking() {
     let seconds = marker(5);
     // Each process starts the next one in its own session and ends, or stays with a child.
     let hop = format!("[ $1 = 0 ] && exec sleep {seconds}; setsid sh \"$0\" $(($1 - 1)) & exit 0");

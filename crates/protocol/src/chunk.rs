@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn long_member_is_decoded_wherever_it_is() {
+    fn long_member_is_decoded_at_any_position_in_the_message() {
         for chunk in [String::new(), "QUJD".to_owned(), "QUJD".repeat(1000)] {
             for raw in [
                 format!(r#"{{"chunk":"{chunk}"}}"#),

@@ -93,7 +93,7 @@ mod tests {
     use super::NoParams;
 
     #[test]
-    fn no_params_takes_null_and_the_empty_object_only() {
+    fn no_params_accepts_only_null_and_the_empty_object() {
         for good in ["null", "{}", " { } "] {
             assert_eq!(serde_json::from_str::<NoParams>(good).unwrap(), NoParams);
         }

@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_look_like_a_guarded_one_are_refused() {
+    fn members_misspelling_a_guarded_name_are_rejected() {
         for name in [
             "sandBox",
             "SANDBOX",
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn edits_are_counted_as_the_textbook_does() {
+    fn edit_distance_equals_the_reference_implementation() {
         fn distance(one: &[u8], other: &[u8]) -> usize {
             let mut row: Vec<usize> = (0..=other.len()).collect();
             for (i, a) in one.iter().enumerate() {
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn only_objects_are_taken() {
+    fn params_that_are_not_an_object_are_rejected_by_from_str() {
         for raw in [
             "[1]",
             "[]",

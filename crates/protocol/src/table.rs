@@ -697,7 +697,7 @@ mod tests {
     }
 
     #[test]
-    fn every_method_refuses_what_looks_like_a_policy() {
+    fn every_method_rejects_misspelt_policy_members() {
         for id in MethodId::ALL {
             for member in id.guarded() {
                 for misspelt in [
@@ -741,7 +741,7 @@ mod tests {
     }
 
     #[test]
-    fn scopes_and_changes_of_a_row_agree() {
+    fn methods_that_change_files_or_processes_require_the_scope_for_it() {
         for id in MethodId::ALL {
             let row = id.row();
             let needs = |scope| row.scopes.contains(&scope);

@@ -629,7 +629,7 @@ fn oversized_frames_ids_and_messages_are_rejected_with_their_reason() {
 }
 
 #[test]
-fn frame_for_ended_stream_is_answered_with_its_reason() {
+fn frame_for_ended_stream_is_rejected_with_its_reason() {
     let mut target = AttackedExecutor::new(EndpointLimits::default());
     let (mut harness, here, there) = target.open(STREAM, 1);
     target

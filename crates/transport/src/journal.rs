@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn write_errors_on_a_full_disk_are_survived_and_reported() {
+    fn full_disk_write_errors_are_reported_and_later_writes_succeed() {
         // Every write to `/dev/full` fails with ENOSPC.
         let journal = Journal::open(Path::new("/dev/full")).unwrap();
         for _ in 0..3 {

@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pings_at_the_interval_and_gives_up_at_the_deadline() {
+    fn keepalive_pings_at_the_interval_and_expires_at_the_deadline() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut keepalive = Keepalive::new(KeepaliveConfig::default(), start);

@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn pieces_come_in_order_and_end() {
+    async fn body_pieces_arrive_in_order_until_the_end() {
         let routes = BodyRoutes::default();
         let queue = routes.register("r");
         routes.deliver(delta(1, b"a", false, None)).await;
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn holes_and_errors_and_lost_connections_fail_the_body() {
+    async fn missing_pieces_errors_and_lost_connections_fail_the_body() {
         let routes = BodyRoutes::default();
         let queue = routes.register("r");
         routes.deliver(delta(2, b"a", false, None)).await;
@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_lost_connection_takes_its_own_bodies_along() {
+    async fn lost_connection_fails_only_its_own_bodies() {
         let routes = BodyRoutes::default();
         let (old, new, late) = (
             routes.register("r"),
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_full_queue_waits_until_it_is_read_or_dropped() {
+    async fn delivery_to_a_full_body_queue_waits_until_it_is_read_or_dropped() {
         let routes = Arc::new(BodyRoutes::default());
         let queue = routes.register("r");
         routes

@@ -174,7 +174,7 @@ fn logs() -> impl Strategy<Value = ServerLog> {
 proptest! {
     /// Whatever arrives, in whatever order and however often, and whenever holes are repaired.
     #[test]
-    fn equals_the_log(
+    fn released_events_equal_the_log(
         log in logs(),
         evicts: bool,
         states_evicted: bool,
@@ -222,7 +222,7 @@ proptest! {
     /// Orders events as in pull mode: output arrives in read responses, exits and closes as
     /// notifications.
     #[test]
-    fn leaves_endings_to_their_notifications(log in logs(), early: bool, max in 0usize..6) {
+    fn read_response_does_not_replace_exit_and_close_notifications(log in logs(), early: bool, max in 0usize..6) {
         let log = ServerLog { evicted_through: 0, ..log };
         let mut order = EventOrder::after(0);
         let mut released = Vec::new();
@@ -252,7 +252,7 @@ proptest! {
 }
 
 #[test]
-fn repeats_and_what_comes_after_the_end_are_dropped() {
+fn repeated_events_and_events_after_close_are_dropped() {
     let mut order = EventOrder::after(0);
     for event in [
         output(1),
@@ -271,7 +271,7 @@ fn repeats_and_what_comes_after_the_end_are_dropped() {
 }
 
 #[test]
-fn too_much_behind_a_hole_is_forgotten_but_not_its_numbers() {
+fn events_held_behind_a_gap_above_the_limit_are_dropped_and_read_again() {
     let mut order = EventOrder::after(0);
     for seq in 2..=600 {
         order.accept(output(seq));
@@ -304,7 +304,7 @@ fn too_much_behind_a_hole_is_forgotten_but_not_its_numbers() {
 }
 
 #[test]
-fn bytes_behind_a_hole_are_bounded() {
+fn bytes_held_behind_a_gap_are_bounded() {
     let mut order = EventOrder::after(0);
     for seq in 2..10 {
         let chunk = vec![0; MAX_HELD_BYTES / 4].into();
@@ -319,7 +319,7 @@ fn bytes_behind_a_hole_are_bounded() {
 }
 
 #[test]
-fn what_was_evicted_is_stated() {
+fn evicted_output_becomes_a_gap_with_its_size() {
     let log = ServerLog {
         closed: 6,
         exited: 5,
@@ -346,7 +346,7 @@ fn what_was_evicted_is_stated() {
 /// Otherwise the held event between the two lost ranges would split them into two gaps, of which
 /// only the sum is known.
 #[test]
-fn what_is_gone_on_both_sides_of_something_is_one_gap_of_its_size() {
+fn output_lost_before_and_after_a_held_event_is_one_gap_of_its_size() {
     let mut order = EventOrder::after(0);
     order.accept(output(1));
     for seq in [5, 6, 9, 10] {
@@ -377,7 +377,7 @@ fn what_is_gone_on_both_sides_of_something_is_one_gap_of_its_size() {
 /// Servers know the sizes of so many events and the sum of all: with what was counted here that is
 /// enough.
 #[test]
-fn far_behind_the_size_is_what_was_not_counted_here() {
+fn gap_of_a_reader_far_behind_excludes_bytes_already_counted() {
     let far = EVICTED_SIZES + 100;
     let read = |bytes| ReadResult {
         next_seq: far + 1,
@@ -410,7 +410,7 @@ fn far_behind_the_size_is_what_was_not_counted_here() {
 }
 
 #[test]
-fn an_exit_that_a_gap_passed_over_comes_late() {
+fn exit_within_a_gap_is_released_after_it() {
     let mut order = EventOrder::after(0);
     order.accept(output(5));
     let log = ServerLog {
@@ -434,7 +434,7 @@ fn an_exit_that_a_gap_passed_over_comes_late() {
 }
 
 #[test]
-fn giving_up_releases_what_is_held() {
+fn give_up_releases_held_events_with_gaps() {
     let mut order = EventOrder::after(0);
     order.accept(output(2));
     order.accept(output(5));
@@ -444,7 +444,7 @@ fn giving_up_releases_what_is_held() {
 }
 
 #[test]
-fn absurd_numbers_are_survived() {
+fn extreme_sequence_numbers_do_not_panic_or_overflow() {
     let mut order = EventOrder::after(0);
     order.accept(output(u64::MAX));
     assert_eq!(drain(&mut order), []);

@@ -494,7 +494,7 @@ async fn close_stdin_of_a_terminal_writes_end_of_file_character() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn supported_extensions_are_used() {
+async fn client_uses_extensions_that_the_server_lists() {
     let extensions = [
         "process/resize",
         "process/snapshot",

@@ -574,7 +574,7 @@ mod tests {
     }
 
     #[test]
-    fn limited_mode_limits_methods_and_review_list_makes_misses() {
+    fn limited_mode_denies_other_methods_and_review_list_overrides_allowed_hosts() {
         let policy = with(&["*"], &[], |settings| {
             settings.mode = ProxyMode::Limited;
             settings.review_domains = Some(vec!["*.look.test".to_owned()]);

@@ -1778,13 +1778,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_definition_is_sound() {
+    fn command_definitions_pass_the_checks_of_clap() {
         CliArgs::command().debug_assert();
         definition().debug_assert();
     }
 
     #[test]
-    fn durations() {
+    fn durations_parse_with_units_and_reject_other_text() {
         for (text, millis) in [
             ("90", 90_000),
             ("500ms", 500),

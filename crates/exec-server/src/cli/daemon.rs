@@ -399,7 +399,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_that_others_could_use_is_refused() {
+    fn directory_writable_by_other_users_is_refused() {
         let home = tempfile::tempdir().unwrap();
         let path = home.path().join("run");
         DaemonPaths::find(Some(path.clone())).unwrap();

@@ -239,7 +239,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn low_limits_come_with_advice() {
+    fn doctor_explains_how_to_raise_low_limits() {
         let text = |watches, instances| {
             let findings = inotify(InotifyLimits { watches, instances });
             findings.iter().map(Finding::text).collect::<String>()

@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_have_no_codes_and_no_doubled_paths() {
+    fn error_messages_omit_codes_and_repeated_paths() {
         let missing = "No such file or directory (os error 2): `/srv/a/w`";
         for (error, expected) in [
             (
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn text_of_others_cannot_control_the_terminal() {
+    fn control_characters_of_remote_text_are_escaped() {
         assert_eq!(visible_lines("a\x1b[2J\nb\r"), "a\\u{1b}[2J\nb\\r");
     }
 }

@@ -583,7 +583,7 @@ mod tests {
     }
 
     #[test]
-    fn the_screen_shows_who_does_how_much() {
+    fn fleet_screen_shows_rates_per_node_and_tenant() {
         let (before, after) = (snapshot(1000, 0), snapshot(1000 + 4096, 2));
         let screen = after.screen(Some(&before));
         let expected = "\
@@ -608,7 +608,7 @@ default  x            a     -          1
     }
 
     #[test]
-    fn names_stay_names_in_urls() {
+    fn environment_names_are_escaped_in_urls() {
         assert_eq!(segment("build-7").unwrap(), "build-7");
         for bad in ["", "..", "a/b", "a?b", "a b", "%41"] {
             assert!(segment(bad).is_err(), "{bad}");

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn kill_takes_what_ps_shows() {
+    fn kill_accepts_ids_and_pids_as_ps_prints_them() {
         let listed = [
             process("27902b9d-1", "run-461", 464),
             process("3f2a0000-2", "build", 500),
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn signals_have_names_and_numbers() {
+    fn signals_parse_by_name_and_number() {
         for text in ["INT", "SIGINT", "sigint", "2", "interrupt"] {
             assert_eq!(signal_named(text), Ok(SignalName::Interrupt), "{text}");
         }

@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stop_of_the_machine_is_noticed_by_any_clock_and_by_the_boot_id() {
+    fn suspended_machine_is_detected_by_clock_difference_or_boot_id() {
         let seconds = Duration::from_secs;
         let before = Clocks {
             running: seconds(1000),
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn clocks_of_this_machine_do_not_jump() {
+    fn clocks_of_a_running_machine_show_no_suspend() {
         let before = Clocks::now();
         assert_eq!(Clocks::now().jump_since(&before), None);
     }

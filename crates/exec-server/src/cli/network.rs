@@ -214,7 +214,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn options_become_rules() {
+    fn net_options_become_network_rules() {
         let args = |allow: &[&str], deny: &[&str], net_ask| NetworkArgs {
             net_allow: allow.iter().map(|&text| text.to_owned()).collect(),
             net_deny: deny.iter().map(|&text| text.to_owned()).collect(),
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn keys_are_the_questions_while_one_waits() {
+    async fn typed_keys_answer_a_waiting_question() {
         let keys = TypedKeys::default();
         assert!(!keys.take(b"x"));
         let answer = keys.wait().unwrap();

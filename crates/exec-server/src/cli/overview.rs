@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn advice_is_for_words_that_are_no_commands() {
+    fn advice_is_given_only_for_unknown_commands() {
         let definition = definition();
         for word in ["ssh", "shell", "attach", "ls", "start", "stop", "scp"] {
             assert!(advice(word, None).is_some(), "{word}");

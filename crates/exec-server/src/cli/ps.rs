@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tables_line_up() {
+    fn ps_table_aligns_columns() {
         let process = ListedProcess {
             process_id: "build\n7".to_owned(),
             argv: vec!["make".to_owned(), "test".to_owned()],

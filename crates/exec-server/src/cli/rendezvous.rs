@@ -671,7 +671,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn where_to_listen() {
+    fn listen_url_sets_address_and_tls_and_rejects_host_names() {
         let listen =
             |text, secure| parse_listen(text, secure).map(|l| (l.address.port(), l.secure));
         assert_eq!(listen("127.0.0.1:4700", false).unwrap(), (4700, false));
@@ -684,7 +684,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_tokens_are_read_as_they_are_written() {
+    fn token_lines_parse_as_they_are_written() {
         let token = Secret::from("t");
         let patterns = ["a-*".to_owned(), "b".to_owned()];
         let roles = [TokenRole::Executor, TokenRole::Harness];
@@ -703,7 +703,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_can_be_typed() {
+    fn printed_paths_are_quoted_for_the_shell() {
         assert_eq!(quoted(Path::new("/a/b.c")), "/a/b.c");
         assert_eq!(quoted(Path::new("/a b/it's")), r"'/a b/it'\''s'");
     }

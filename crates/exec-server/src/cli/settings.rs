@@ -991,7 +991,7 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_is_read_from_texts() {
+    fn values_of_every_kind_parse_from_text() {
         let settings = resolve(
             &[
                 "--set",
@@ -1019,7 +1019,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_its_place() {
+    fn setting_errors_name_key_and_file() {
         for (text, expected) in [
             ("limits.sesions = 1", "unknown key `limits.sesions`"),
             ("[limit]\nsessions = 1", "unknown key `limit`"),
@@ -1054,13 +1054,13 @@ mod tests {
     }
 
     #[test]
-    fn standard_streams_are_served_alone() {
+    fn stdio_listener_excludes_other_listeners() {
         let settings = resolve(&["--listen", "stdio", "--listen", "unix:///x"], &[]).unwrap();
         assert!(settings.listen().is_err());
     }
 
     #[test]
-    fn the_example_names_every_key_with_its_default() {
+    fn example_settings_name_every_key_with_its_default() {
         let example = include_str!("../../../../docs/exec-server.toml");
         let uncommented: String = example
             .lines()

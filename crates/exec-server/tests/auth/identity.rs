@@ -154,7 +154,7 @@ async fn sessions_are_not_shared_between_long_subjects() {
 }
 
 #[tokio::test]
-async fn a_good_token_is_accepted_among_a_thousand_bad_ones_from_its_address() {
+async fn valid_token_is_accepted_after_a_thousand_failures_from_its_address() {
     let files = AuthFiles::new();
     let file = files.write("token", "tok123");
     let server = start(&["--ws-auth", "capability-token", "--ws-token-file", &file]).await;

@@ -103,7 +103,7 @@ async fn run_with_blocked_output_ends_at_any_signal() {
 }
 
 #[tokio::test]
-async fn run_ends_with_141_when_a_blocked_reader_goes() {
+async fn run_exits_with_141_when_its_blocked_output_reader_closes() {
     let (_server, targets) = targets().await;
     for url in &targets {
         let mark = marker();
@@ -165,7 +165,7 @@ async fn terminated_run_gives_its_command_time_to_clean_up() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn run_without_an_answering_server_ends_at_any_signal() {
+async fn run_without_a_responding_server_ends_at_any_signal() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("ws://{}", listener.local_addr().unwrap());
     for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
@@ -409,7 +409,7 @@ async fn killed_local_run_leaves_nothing_running() {
 }
 
 #[tokio::test]
-async fn run_names_and_ends_what_its_command_left_running() {
+async fn run_lists_and_ends_processes_that_its_command_left_running() {
     let (_server, targets) = targets().await;
     let script = "nohup sleep 611 >/dev/null 2>&1 & setsid sleep 612 >/dev/null 2>&1 & \
                   until pgrep -f 'sleep 611' && pgrep -f 'sleep 612'; do :; done >/dev/null; \
@@ -449,7 +449,7 @@ async fn run_names_and_ends_what_its_command_left_running() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn run_says_when_the_server_was_restarted() {
+async fn run_reports_a_restarted_server() {
     let first = server().await;
     let proxy = TcpProxy::start(first.url()).await;
     let mut run = start(Some(&proxy.url()), &[], "echo up; sleep 600", "x");
@@ -468,7 +468,7 @@ async fn run_says_when_the_server_was_restarted() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn run_says_when_it_was_away_for_too_long() {
+async fn run_reports_a_session_that_expired_while_disconnected() {
     let server = server().await;
     let proxy = TcpProxy::start(server.url()).await;
     let mark = marker();

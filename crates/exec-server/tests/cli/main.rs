@@ -215,7 +215,7 @@ async fn run_reports_why_a_command_did_not_start() {
 }
 
 #[tokio::test]
-async fn run_ends_with_141_when_its_output_is_closed() {
+async fn run_exits_with_141_when_its_output_is_closed() {
     let (_server, targets) = targets().await;
     for url in &targets {
         let url = url

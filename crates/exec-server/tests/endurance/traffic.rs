@@ -155,7 +155,7 @@ impl NetworkPolicyDecider for AllowingDecider {
 }
 
 #[tokio::test]
-async fn questions_about_networks_leave_no_memory() {
+async fn network_policy_requests_leave_no_memory() {
     let _one = serially().await;
     let site = site().await;
     let config = ExecServerConfig {

@@ -179,7 +179,7 @@ async fn listening_on_the_network_without_a_token_is_rejected() {
 }
 
 #[tokio::test]
-async fn a_good_token_is_accepted_among_a_thousand_bad_ones_from_its_address() {
+async fn valid_token_is_accepted_after_a_thousand_failures_from_its_address() {
     let work = tempfile::tempdir().unwrap();
     let file = work.path().join("token");
     std::fs::write(&file, "secret-token\n").unwrap();

@@ -160,7 +160,7 @@ fn stub_registry(at: &StubServer) -> CodexRegistry {
 
 /// The real executor behaves as the table says; `lifecycle` plays it with ours.
 #[tokio::test]
-async fn real_executor_exits_or_retries_as_the_table_says() {
+async fn real_executor_exits_or_retries_as_listed_in_cases() {
     let home = CodexHome::new();
     for (case, expected, _) in lifecycle::CASES {
         lifecycle::play(*case, *expected, &|url| {

@@ -148,7 +148,7 @@ fn hosted(home: &Path, url: &str) -> Command {
 }
 
 #[tokio::test]
-async fn executor_exits_or_retries_as_the_registry_answers() {
+async fn executor_exits_or_retries_depending_on_the_registry_response() {
     let home = tempfile::tempdir().unwrap();
     for (case, _, expected) in CASES {
         play(*case, *expected, &|url| hosted(home.path(), url)).await;
@@ -156,7 +156,7 @@ async fn executor_exits_or_retries_as_the_registry_answers() {
 }
 
 #[tokio::test]
-async fn deleted_environment_is_reported_with_the_answer_of_the_registry() {
+async fn deleted_environment_is_reported_with_the_registry_response() {
     let home = tempfile::tempdir().unwrap();
     let registry = FakeRegistry::start().await;
     let mut running = RunningProgram::start(hosted(home.path(), &registry.url())).await;
@@ -194,7 +194,7 @@ async fn refusals_are_retried_if_the_user_or_the_registry_asks_for_it() {
 }
 
 #[tokio::test]
-async fn executor_without_credentials_says_what_to_set() {
+async fn executor_without_credentials_names_the_missing_settings() {
     let home = tempfile::tempdir().unwrap();
     let registry = FakeRegistry::start().await;
     let mut command = hosted(home.path(), &registry.url());

@@ -250,7 +250,7 @@ async fn many_processes_leak_no_descriptors_and_no_children(on: Transport) {
 }
 
 #[tokio::test]
-async fn stdin_eof_ends_the_server_after_it_answered_all_requests() {
+async fn stdin_eof_ends_the_server_after_all_responses() {
     let mut server = TestedServer::start(Transport::Stdio, program()).await;
     let mut client = server.session().await;
     let mark = marker();

@@ -190,7 +190,7 @@ async fn hostile_peers_neither_end_nor_slow_down_a_server_under_a_limit_of_memor
 }
 
 #[tokio::test]
-async fn a_file_that_is_cut_while_it_is_sent_is_answered_with_what_was_there() {
+async fn file_truncated_while_it_is_sent_yields_the_bytes_read_so_far() {
     let mut server = TestedServer::start(Transport::Unix, program()).await;
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("f");

@@ -617,7 +617,7 @@ mod tests {
     }
 
     #[test]
-    fn hashes() {
+    fn hash_covers_whole_file_or_prefix_and_can_be_cancelled() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("f");
         let data: Vec<u8> = (0..300_000u32).map(|n| n as u8).collect();

@@ -593,7 +593,7 @@ mod tests {
     }
 
     #[test]
-    fn process_keeps_its_tree_without_evidence() {
+    fn process_keeps_its_known_tree_after_the_leader_ended() {
         let mut child = std::process::Command::new("sleep")
             .arg("60")
             .spawn()

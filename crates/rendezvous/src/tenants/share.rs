@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn share_is_what_others_leave_but_at_least_an_equal_part() {
+    fn quota_share_is_the_unused_rest_but_at_least_an_equal_part() {
         // A node that is alone, or whose peers are idle, gets the whole quota.
         check(&[], 90.0);
         check(&[0.0, 0.0], 90.0);

@@ -180,7 +180,7 @@ fn times_issuer_and_audience_are_compared() {
 }
 
 #[test]
-fn keys_with_another_id_are_not_tried() {
+fn token_is_verified_only_with_the_key_of_its_id() {
     let token = sign_text(r#"{"alg":"HS256","kid":"a"}"#, r#"{"exp":1}"#, &secret());
     let token = ParsedToken::parse(token.expose(), &[SignatureAlgorithm::Hs256]).unwrap();
     let key = |id: Option<&str>, text: &str| VerificationKey {

@@ -406,7 +406,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sides_are_told_apart() {
+    fn copy_arguments_are_classified_as_local_or_remote() {
         let here = |path: &str| CopySide::Here(path.into());
         let there =
             |url: Option<&str>, path: &str| CopySide::There(url.map(Into::into), path.into());

@@ -400,7 +400,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_and_permissions() {
+    fn listing_formats_times_and_permissions() {
         for (millis, text) in [
             (0, "1970-01-01 00:00:00"),
             (951_782_400_000, "2000-02-29 00:00:00"),

@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn escapes_count_at_the_beginning_of_a_line_only() {
+    fn escape_sequences_are_recognized_only_at_line_start() {
         assert_eq!(split(&["~."], true), (String::new(), vec![Escape::End]));
         assert_eq!(
             split(&["ls\r", "~", "."], true),

@@ -243,7 +243,7 @@ async fn a_tree_of_any_size_is_walked_page_by_page() {
 }
 
 #[tokio::test]
-async fn pages_have_bounds_and_cursors_a_form() {
+async fn page_limits_and_cursors_are_validated() {
     let mut scene = FsFixture::new(Transport::Websocket).await;
     fs::create_dir(scene.path("d")).unwrap();
     for name in ["d/1", "d/2", "d/3"] {

@@ -136,7 +136,7 @@ fn ignored_hidden_and_binary_files_are_skipped() {
 }
 
 #[test]
-fn rules_above_the_root_apply_within_a_repository() {
+fn ignore_rules_above_the_root_apply_within_a_repository() {
     let top = tree(&[
         (".gitignore", "*.log\n"),
         ("repo/.gitignore", "*.tmp\n"),

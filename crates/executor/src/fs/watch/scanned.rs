@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn too_many_paths_make_arrivals_vague() {
+    fn arrivals_above_the_path_limit_may_be_new_or_changed() {
         let mut scanned = ScannedPaths::default();
         for number in 0..=MAX_PATHS {
             scanned.found(Path::new(&number.to_string()));

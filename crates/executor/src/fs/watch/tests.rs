@@ -476,7 +476,7 @@ fn ignored_directories_are_not_registered() {
 }
 
 #[test]
-fn changes_of_ignored_paths_are_not_reported() {
+fn changes_to_ignored_paths_are_not_reported() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     fs::write(at(".gitignore"), "*.log\nout/\n").unwrap();
