@@ -49,7 +49,7 @@ pub(crate) struct BenchArgs {
     /// As a child: read this many bytes of the pattern
     #[arg(long, hide = true, value_name = "BYTES")]
     pub(crate) check_pattern: Option<u64>,
-    /// As a child: answer websocket handshakes and send this many bytes of the pattern
+    /// As a child: respond to websocket handshakes and send this many bytes of the pattern
     #[arg(long, hide = true, value_name = "BYTES")]
     pub(crate) answer_websockets: Option<u64>,
     /// As a child: send the site this many requests, through the proxy of the environment
@@ -61,7 +61,7 @@ pub(crate) struct BenchArgs {
     /// As a child: address of the site
     #[arg(long, hide = true, value_name = "ADDRESS")]
     pub(crate) site: Option<String>,
-    /// As a child: answer every websocket message with a short one
+    /// As a child: respond to every websocket message with a short one
     #[arg(long, hide = true)]
     pub(crate) echo_websockets: bool,
 }

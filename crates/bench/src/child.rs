@@ -49,7 +49,7 @@ pub(crate) fn check(total: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prints an address and answers websocket handshakes there, one after the other.
+/// Prints an address and responds to websocket handshakes there, one after the other.
 ///
 /// After each handshake it sends `push` bytes of the pattern, in messages like those of a process.
 pub(crate) fn answer_websockets(push: u64) -> anyhow::Result<()> {
@@ -63,7 +63,7 @@ pub(crate) fn answer_websockets(push: u64) -> anyhow::Result<()> {
     })
 }
 
-/// Prints an address and answers every message with one as long as a metadata response.
+/// Prints an address and responds to every message with one as long as a metadata response.
 pub(crate) fn echo_websockets() -> anyhow::Result<()> {
     const ANSWER: &str = r#"{"id":1,"result":{"isDirectory":false,"isFile":true,"isSymlink":false,"size":4096,"createdAtMs":1700000000000,"modifiedAtMs":1700000000000}}"#;
     serve(|stream| {

@@ -208,7 +208,7 @@ fn pipe_once(bench: &Path, total: u64) -> anyhow::Result<f64> {
     Ok(total as f64 / start.elapsed().as_secs_f64())
 }
 
-/// A process that answers websocket handshakes and optionally pushes frames.
+/// A process that responds to websocket handshakes and optionally pushes frames.
 pub(crate) struct WebsocketResponder {
     child: Child,
     /// Address of its listener.
@@ -222,7 +222,7 @@ impl WebsocketResponder {
         Self::spawn(bench, &["--answer-websockets", &push])
     }
 
-    /// Starts one that answers every message.
+    /// Starts one that responds to every message.
     pub(crate) fn start_echo(bench: &Path) -> anyhow::Result<Self> {
         Self::spawn(bench, &["--echo-websockets"])
     }

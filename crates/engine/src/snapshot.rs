@@ -401,8 +401,8 @@ async fn run_until(
         .await
         .map_err(|error| error.to_string())?;
     let mut search = MarkerSearch::new(end);
-    let output = process.wait_for(|log| search.find_end(log));
-    let outcome = match tokio::time::timeout_at(deadline, output).await {
+    let marker_found = process.wait_for(|log| search.find_end(log));
+    let outcome = match tokio::time::timeout_at(deadline, marker_found).await {
         Ok(true) => {
             let exited = process.wait_for(|log| log.exit().map(|_| ()));
             match tokio::time::timeout_at(deadline, exited).await {

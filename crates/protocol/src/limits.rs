@@ -42,7 +42,7 @@ pub const MAX_FILE_HANDLES: usize = 128;
 pub const MAX_READ_FILE_BYTES: u64 = 512 << 20;
 
 /// Entries on one page of an `fs/readDirectory` or `fs/walk`, as many as compatible servers list at all:
-/// the answer has a few values for each, and [`MAX_JSON_VALUES`] is what a peer takes.
+/// the response has a few values for each, and [`MAX_JSON_VALUES`] is what a peer takes.
 pub const MAX_PAGE_ENTRIES: usize = 50_000;
 
 /// Bytes in an `after` of these: the base64 of a path, which has at most 4096.

@@ -108,7 +108,7 @@ pub struct MethodRow {
     pub scopes: &'static [Scope],
     /// State that requests may change.
     pub changes: MethodChanges,
-    /// Whether a client may send a request again when the connection is lost before the answer: twice
+    /// Whether a client may send a request again when the connection is lost before the response: twice
     /// is the same as once. `process/write` is, because the server knows its `writeId` again; open
     /// files and watches belong to one connection.
     pub repeatable: bool,

@@ -69,7 +69,7 @@ pub struct RelayHarnessConfig {
 #[non_exhaustive]
 pub enum EndpointEvent {
     /// Executor: a harness requests admission. Answer with [`Endpoint::admit`] or
-    /// [`Endpoint::refuse`]; after [`EndpointLimits::admission`] without an answer the endpoint refuses.
+    /// [`Endpoint::refuse`]; after [`EndpointLimits::admission`] without a response the endpoint refuses.
     AdmissionRequested {
         /// The requested stream.
         stream: StreamKey,
@@ -321,7 +321,7 @@ impl Endpoint {
         {
             self.note_failure(now);
             self.send_refusal(answer);
-            // No reset: the handshake message is the answer.
+            // No reset: the handshake message is the response.
             return self.end(stream, reason, true);
         }
         self.fail_handshake(now, stream, reason);

@@ -61,7 +61,7 @@ pub struct EndpointLimits {
     pub pending: usize,
     /// Time limit for admission.
     pub admission: Duration,
-    /// Time limit for the executor's answer to the handshake.
+    /// Time limit for the executor's response to the handshake.
     pub handshake: Duration,
     /// Time limit for the first record of a harness, which alone proves that the handshake was not
     /// a replay.

@@ -179,7 +179,7 @@ pub enum Finished {
     ExecutorRejected,
 }
 
-/// Executor side of a handshake, after the first message and before the answer.
+/// Executor side of a handshake, after the first message and before the response.
 pub struct Responder(Box<Handshake>);
 
 /// Content of the first handshake message.

@@ -80,7 +80,7 @@ reasons! {
     ExecutorRejected = "executor_credentials_rejected",
     /// The registry could not be reached.
     ValidationUnavailable = "validation_unavailable",
-    /// The registry did not answer in time.
+    /// The registry did not respond in time.
     ValidationTimeout = "validation_timeout",
     /// The executor has reached its limit of streams.
     TooManyStreams = "too_many_streams",

@@ -75,7 +75,7 @@ enum SocketState {
     Up,
 }
 
-/// Timer for repeating a frame until it is answered.
+/// Timer for repeating a frame until it gets a response.
 #[derive(Debug, Clone, Copy)]
 struct Retry {
     at: Instant,
@@ -442,7 +442,7 @@ impl StreamMachine {
                 self.control.handshake = false;
                 Ok(true)
             }
-            // A handshake that was requested twice is answered twice.
+            // A handshake that was requested twice gets a response twice.
             _ if self.mode == Mode::Reliable => Ok(false),
             _ => Err(EndReason::UnexpectedFrame),
         }
@@ -508,7 +508,7 @@ impl StreamMachine {
         self.peer_away = false;
     }
 
-    /// Queues an answer that shows the stream is alive; with `always` even if it carries no
+    /// Queues a response that shows the stream is alive; with `always` even if it carries no
     /// acknowledgement.
     fn answer(&mut self, always: bool) {
         if let StreamPhase::Open {

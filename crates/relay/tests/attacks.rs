@@ -130,7 +130,7 @@ fn replayed_handshake_opens_no_stream_and_is_not_decrypted() {
     assert!(events(&mut target.executor).is_empty());
     target.executor.admit(target.now, stream);
     let reply = frames(&mut target.executor, target.now);
-    // While open, the same answer is sent again, which only the first harness can use.
+    // While open, the same response is sent again, which only the first harness can use.
     let again = target.deliver(&first[1]);
     let payload = |frame: &[u8]| match decode(frame).unwrap().body {
         FrameBody::Handshake { payload } => payload.into_owned(),
@@ -636,7 +636,7 @@ fn frame_for_ended_stream_is_rejected_with_its_reason() {
         .executor
         .reset(there, EndReason::AuthorizationRevoked);
     frames(&mut target.executor, target.now);
-    // The reset was lost; every further frame of the harness is answered with the same reason.
+    // The reset was lost; every further frame of the harness gets a response with the same reason.
     harness
         .send_message(target.now, here, Bytes::from_static(b"x"))
         .unwrap();

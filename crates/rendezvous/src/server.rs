@@ -1255,7 +1255,7 @@ impl RegistryCall<'_> {
         }
     }
 
-    /// The code of the answer to a caller that was revoked.
+    /// The code of the response to a caller that was revoked.
     fn revoked(self) -> &'static str {
         match self {
             Self::Connect(_) => "harness_revoked",

@@ -748,7 +748,7 @@ mod tests {
         assert_eq!(error.to_string(), text);
         tokio::time::sleep(error.retry.unwrap()).await;
         usage.may_connect(0).unwrap();
-        // The executor's answer to a handshake is not counted.
+        // The executor's response to a handshake is not counted.
         let executor = FrameMeter::new(usage, false);
         assert!(!executor.count(10, FrameKind::Handshake));
     }

@@ -86,7 +86,7 @@ pub(crate) struct Standby(Mutex<Option<PendingFork>>);
 struct PendingFork {
     control: OwnedFd,
     pidfd: OwnedFd,
-    /// Whether every request so far was answered.
+    /// Whether every request so far got a response.
     answers: bool,
 }
 
@@ -95,7 +95,7 @@ impl Standby {
     ///
     /// # Errors
     ///
-    /// If the standby launcher does not answer or cannot fork: the caller then executes a launcher.
+    /// If the standby launcher does not respond or cannot fork: the caller then executes a launcher.
     pub(crate) fn fork(
         &self,
         request: &ForkRequest<'_>,

@@ -234,7 +234,7 @@ async fn serve(
 enum ConnectionEnd {
     /// The peer has closed its side.
     Eof,
-    /// The connection failed, or the peer did not answer pings.
+    /// The connection failed, or the peer did not respond to pings.
     Lost,
     /// The peer violated the websocket protocol; the code and the reason of the close frame.
     Broken(CloseReason),

@@ -88,7 +88,7 @@ impl Tracer {
         Ok(Self { spans, lost })
     }
 
-    /// Queues the span of a request that was answered.
+    /// Queues the span of a completed request.
     pub(crate) fn record(
         &self,
         context: TraceContext,

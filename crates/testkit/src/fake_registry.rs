@@ -21,7 +21,7 @@ use tokio::time::timeout;
 
 use crate::proc::TIMEOUT;
 
-/// One request of an executor, as it was answered.
+/// One request of an executor, with the status of the response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seen {
     /// `register`, `socket`, or another action of the registry.
@@ -285,7 +285,7 @@ fn next(statuses: &mut VecDeque<u16>) -> u16 {
     }
 }
 
-/// Holds a socket open and answers its pings, until the executor closes it.
+/// Holds a socket open and responds to its pings, until the executor closes it.
 async fn keep(link: Link) {
     let Link {
         mut incoming,

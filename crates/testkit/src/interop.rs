@@ -275,7 +275,7 @@ pub async fn managed_network_allows_only_hosts_of_the_cli(url: &str) {
             .to_ascii_lowercase()
     };
     for way in ["allowed", "tunnel", "socks"] {
-        expect(&part(target), &["200 ok", "reached\n"]);
+        expect(&part(way), &["200 ok", "reached\n"]);
     }
     expect(
         &part("denied"),

@@ -52,7 +52,7 @@ pub enum ConnectError {
         /// The reason why the URL is rejected.
         reason: String,
     },
-    /// The server did not answer in time.
+    /// The server did not respond in time.
     #[error("no response from `{url}` within {timeout:?}")]
     Timeout {
         /// URL as given.
@@ -113,7 +113,7 @@ impl ConnectError {
         }
     }
 
-    /// Returns whether the server's answer to the TLS handshake was not TLS at all, as from a
+    /// Returns whether the server's response to the TLS handshake was not TLS at all, as from a
     /// `ws://` port.
     pub fn is_without_tls(&self) -> bool {
         let Self::Tls { source, .. } = self else {
@@ -133,7 +133,7 @@ impl ConnectError {
 ///
 /// # Errors
 ///
-/// If the URL has another scheme, the server does not answer in time, or it refuses the websocket.
+/// If the URL has another scheme, the server does not respond in time, or it refuses the websocket.
 pub async fn connect(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError> {
     match tokio::time::timeout(options.timeout, dial(url, options)).await {
         Ok(result) => result,
@@ -152,7 +152,7 @@ pub async fn connect(url: &str, options: &ConnectOptions) -> Result<Link, Connec
 ///
 /// # Errors
 ///
-/// If the server does not answer in time or refuses the websocket.
+/// If the server does not respond in time or refuses the websocket.
 pub async fn connect_over<R, W>(
     url: &str,
     options: &ConnectOptions,

@@ -1,4 +1,4 @@
-//! Cluster of three rendezvous nodes on a nats-server: two nodes compared with one, streams while
+//! Fleet of three rendezvous nodes on a nats-server: two nodes compared with one, streams while
 //! NATS is unavailable, and recovery after one of the nodes is killed.
 
 use std::sync::Arc;

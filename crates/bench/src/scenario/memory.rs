@@ -74,7 +74,7 @@ pub(super) fn processes(bench: &Bench) -> Vec<ReportRow> {
         let before = server.resident_at_rest()?;
         let mut processes = Vec::with_capacity(count);
         while processes.len() < count {
-            // Each batch is answered before the next, so that no request is queued in the server's
+            // Each batch gets a response before the next, so that no request is queued in the server's
             // memory.
             const BATCH: usize = 20;
             for _ in 0..BATCH {

@@ -161,7 +161,7 @@ async fn send(link: &mut Link, frame: &Transmit) -> anyhow::Result<()> {
     Ok(link.outgoing.flush().await?)
 }
 
-/// Passes frames to `act` until it returns a value; answers pings meanwhile.
+/// Passes frames to `act` until it returns a value; responds to pings meanwhile.
 async fn next<T>(
     link: &mut Link,
     mut act: impl FnMut(&FrameBody<'_>) -> Option<T>,

@@ -316,7 +316,7 @@ fn connections(server: &BenchServer, count: usize, clock: &mut Clock) -> anyhow:
     }
     clock.all_exist()?;
     drop(clients);
-    // This connection is answered only after all others have ended.
+    // This connection gets a response only after all others have ended.
     drop(server.client()?);
     clock.stop()
 }

@@ -108,7 +108,7 @@ pub enum SshError {
         /// The error output of the command there.
         reason: String,
     },
-    /// Everything was there a moment ago, and does not answer now.
+    /// Everything was there a moment ago, and does not respond now.
     #[error(
         "{url} was there a moment ago and does not answer now: whether the command was started is \
          not known"

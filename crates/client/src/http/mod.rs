@@ -37,16 +37,16 @@ pub(crate) use remote::BodyRoutes;
 /// # }
 /// ```
 pub trait ExecutorHttp: Send + Sync + fmt::Debug {
-    /// Sends a request and waits for the whole answer; any status is one.
+    /// Sends a request and waits for the whole response; any status is one.
     ///
     /// A caller that stops waiting ends the request.
     ///
     /// # Errors
     ///
-    /// When the request cannot be sent, its host not be reached, or the answer is too large.
+    /// When the request cannot be sent, its host not be reached, or the response is too large.
     fn fetch(&self, request: HttpRequest) -> Reply<'_, BufferedHttpResponse>;
 
-    /// Sends a request and waits for the headers of its answer; the body comes as it is read.
+    /// Sends a request and waits for the headers of its response; the body comes as it is read.
     ///
     /// # Errors
     ///
@@ -65,7 +65,7 @@ pub struct HttpRequest {
     pub headers: Vec<RequestHeader>,
     /// The body.
     pub body: Option<Bytes>,
-    /// How long everything may take, the body of the answer included.
+    /// How long everything may take, the body of the response included.
     pub timeout: Option<Duration>,
     /// Whether redirects are followed.
     pub redirect: RedirectPolicy,
@@ -106,7 +106,7 @@ impl HttpRequest {
     }
 }
 
-/// A whole answer.
+/// A whole response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BufferedHttpResponse {
     /// The status code.
@@ -117,7 +117,7 @@ pub struct BufferedHttpResponse {
     pub body: Bytes,
 }
 
-/// An answer whose body is still to come; dropping it ends the request.
+/// A response whose body is still to come; dropping it ends the request.
 #[derive(Debug)]
 pub struct HttpStream {
     /// The status code.

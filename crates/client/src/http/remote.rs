@@ -39,7 +39,7 @@ impl ExecutorHttp for ExecServerClient {
     fn open(&self, request: HttpRequest) -> Reply<'_, HttpStream> {
         Box::pin(async move {
             let (params, guard) = self.prepare(request, true).await?;
-            // Before the request: its pieces may come right after the answer.
+            // Before the request: its pieces may come right after the response.
             let queue = self.inner.routes.bodies.register(&params.request_id);
             let body = RemoteBody { queue, guard };
             let (answer, generation) = self.send_request(&params).await?;
@@ -82,7 +82,7 @@ impl ExecServerClient {
         Ok((params, guard))
     }
 
-    /// The answer, and the generation of the connection that it came over, which brings the body.
+    /// The response, and the generation of the connection that it came over, which brings the body.
     async fn send_request(
         &self,
         params: &RequestParams,

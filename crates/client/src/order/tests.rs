@@ -182,7 +182,7 @@ proptest! {
         max in proptest::option::of(0usize..6),
     ) {
         let log = ServerLog { evicted_through: if evicts { log.evicted_through } else { 0 }, ..log };
-        // Without word of eviction an answer must not be cut short.
+        // Without word of eviction a response must not be cut short.
         let max = max.filter(|_| states_evicted);
         let mut order = EventOrder::after(0);
         let mut released = Vec::new();

@@ -914,9 +914,9 @@ pub(super) struct OidcArgs {
 // Several rendezvous servers that act as one. The options exist in every build, so that one without
 // the feature can report what is missing.
 #[derive(Debug, Clone, Default, clap::Args)]
-#[command(next_help_heading = "Cluster")]
+#[command(next_help_heading = "Fleet")]
 pub(super) struct NatsArgs {
-    /// Join a cluster of rendezvous servers through these NATS servers with JetStream
+    /// Join a fleet of rendezvous servers through these NATS servers with JetStream
     ///
     /// As in `nats://127.0.0.1:4222` or `tls://nats.example`, separated by commas. All nodes need
     /// the same token file. Registrations are stored in NATS, not in the state directory.
@@ -936,7 +936,7 @@ pub(super) struct NatsArgs {
     #[arg(long, value_name = "FILE", requires = "nats", hide_short_help = true)]
     pub(super) nats_ca: Option<PathBuf>,
 
-    /// Use this JetStream bucket; servers with the same bucket form one cluster
+    /// Use this JetStream bucket; servers with the same bucket form one fleet
     #[arg(
         long,
         value_name = "NAME",
@@ -956,7 +956,7 @@ pub(super) struct NatsArgs {
     )]
     pub(super) nats_replicas: usize,
 
-    /// Give this node a name, unique in its cluster [default: the host name and a random suffix]
+    /// Give this node a name, unique in its fleet [default: the host name and a random suffix]
     #[arg(long, value_name = "NAME", requires = "nats", hide_short_help = true)]
     pub(super) node_name: Option<String>,
 
@@ -1033,7 +1033,7 @@ pub(super) struct FleetArgs {
     #[arg(long, global = true)]
     pub(super) json: bool,
 
-    /// Connect to this rendezvous server, `https://HOST[:PORT]`; any node of a cluster will do
+    /// Connect to this rendezvous server, `https://HOST[:PORT]`; any node of a fleet will do
     ///
     /// [env: EXEC_SERVER_FLEET_URL] [default: http://127.0.0.1:4700]
     #[arg(
@@ -1092,7 +1092,7 @@ pub(super) struct FleetArgs {
 #[derive(Debug, Subcommand)]
 #[command(defer = true)]
 pub(super) enum FleetCommand {
-    /// List the nodes of a cluster and what is connected to each
+    /// List the nodes of a fleet and what is connected to each
     Nodes,
     /// List environments and the node each is connected to, or remove some
     Environments {

@@ -20,7 +20,7 @@ use super::error::{self, notice};
 use super::table::table;
 use super::{on, print, runtime, ssh, trust};
 
-/// How long a new environment may take to answer; behind ssh, a server may be installed first.
+/// How long a new environment may take to respond; behind ssh, a server may be installed first.
 const TRY_LIMIT: Duration = Duration::from_secs(30);
 
 /// Name on the command line that stands for no environment.

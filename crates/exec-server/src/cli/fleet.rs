@@ -82,7 +82,7 @@ impl FleetAccess {
         })
     }
 
-    /// The API of a rendezvous server, or of another node of its cluster.
+    /// The API of a rendezvous server, or of another node of its fleet.
     fn to(&self, url: &str) -> anyhow::Result<RegistryApi> {
         let mut options = RegistryOptions::new(RegistryAuth::bearer(self.token.clone()));
         options.tls = self.tls.clone();

@@ -170,7 +170,7 @@ async fn end(
                 "had ended already"
             };
             let id = visible(&process.process_id);
-            print(format!("{id} {what}, nothing of it is left\n").as_bytes())?;
+            print(format!("{id} {what}, all its processes have exited\n").as_bytes())?;
         }
         return Ok(true);
     }

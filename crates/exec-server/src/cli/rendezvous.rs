@@ -440,7 +440,7 @@ async fn serve_rendezvous(args: RendezvousArgs, paths: RendezvousPaths) -> anyho
     Ok(())
 }
 
-/// Store and router of a rendezvous server: by itself, or as one of a cluster.
+/// Store and router of a rendezvous server: by itself, or as a node of a fleet.
 struct StoreAndRouter {
     store: Arc<dyn Store>,
     router: Arc<dyn Router>,

@@ -267,7 +267,7 @@ async fn ps_lists_processes_and_kill_ends_them() {
     let (printed, error, code) = seen(&run_with(url, &["kill", id], b""));
     assert_eq!(
         (printed, code),
-        (format!("{id} ended, nothing of it is left\n"), 0),
+        (format!("{id} ended, all its processes have exited\n"), 0),
         "{error}"
     );
     assert_eq!(running.wait().unwrap().code(), Some(143));
@@ -359,7 +359,9 @@ async fn kill_takes_several_ids_and_pids() {
     assert_eq!(code, 0, "{error}");
     assert_eq!(
         out,
-        format!("{id} ended, nothing of it is left\n{of_other} ended, nothing of it is left\n")
+        format!(
+            "{id} ended, all its processes have exited\n{of_other} ended, nothing of it is left\n"
+        )
     );
     assert_eq!(one.wait().unwrap().code(), Some(137));
     assert_eq!(other.wait().unwrap().code(), Some(137));

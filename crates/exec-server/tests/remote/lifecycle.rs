@@ -32,7 +32,7 @@ pub(super) enum Outcome {
 /// One row of the table: what happens to an executor.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Case {
-    /// The first registration is answered with this status.
+    /// The first registration gets a response with this status.
     First(u16),
     /// The socket is closed, further sockets get the first status and registrations the second.
     Deleted(u16, u16),

@@ -393,7 +393,7 @@ fn fixed(tree: &Tree, objects: bool) -> BTreeMap<PathBuf, String> {
     found
 }
 
-/// Searches an answer for content that it must not contain.
+/// Searches a response for content that it must not contain.
 fn leaks(text: &str, hides_outside: bool) -> Option<&'static str> {
     [DENIED, SERVER_SECRET]
         .into_iter()
@@ -401,7 +401,7 @@ fn leaks(text: &str, hides_outside: bool) -> Option<&'static str> {
         .find(|content| text.contains(content))
 }
 
-/// The text of an answer, with the content of files decoded.
+/// The text of a response, with the content of files decoded.
 fn decoded(answer: &Value) -> String {
     let mut text = answer.to_string();
     if let Some(data) = answer["dataBase64"].as_str() {

@@ -41,7 +41,7 @@ fn uri(path: &Path) -> String {
     format!("file://{}", path.display())
 }
 
-/// Files of which the answers are large.
+/// Files of which the responses are large.
 struct LargeFiles {
     directory: tempfile::TempDir,
 }

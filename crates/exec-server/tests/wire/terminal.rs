@@ -54,7 +54,7 @@ async fn resize_rejects_invalid_sizes_and_processes_without_terminal(on: Transpo
 async fn terminal_queries_and_answers_pass_unchanged(on: Transport) {
     let (_server, mut client) = served(on).await;
     // Queries cursor position, status and device attributes, and sends a lone escape at the end.
-    // An answer that is not the client's would appear in what is read then.
+    // A response that is not the client's would appear in what is read then.
     let script = r"stty raw -echo; printf '\033[6n\033[5n\033[c\033'
         dd bs=1 count=6 2>/dev/null; printf '\033'; read rest";
     client.start(StartBuilder::sh("p", script).tty()).await;

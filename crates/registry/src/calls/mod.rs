@@ -371,7 +371,7 @@ impl Registry {
     ///
     /// # Errors
     ///
-    /// If the URL is not a websocket URL, the server does not answer in time, or it refuses the
+    /// If the URL is not a websocket URL, the server does not respond in time, or it refuses the
     /// websocket.
     pub async fn dial(&self, url: &str, timeout: Duration) -> Result<Link, ConnectError> {
         let shown =

@@ -52,7 +52,7 @@ pub struct RouterLimits {
     pub total: usize,
     /// Maximum queued bytes of one stream while more than `total` is queued.
     pub scarce: usize,
-    /// Maximum handshakes of one token in one environment that wait for the executor's answer;
+    /// Maximum handshakes of one token in one environment that wait for the executor's response;
     /// further ones are delayed. Together with `failures` it stays below the number of failures at
     /// which a compatible executor refuses all harnesses.
     pub handshakes: usize,
@@ -94,7 +94,7 @@ impl Default for RouterLimits {
 /// Maximum streams without a socket that one environment remembers.
 const MAX_REMEMBERED: usize = 4096;
 
-/// A handshake without an answer from the executor is no longer counted after this time.
+/// A handshake without a response from the executor is no longer counted after this time.
 const UNANSWERED: Duration = Duration::from_secs(15);
 
 /// A failed handshake is no longer counted after this time.
@@ -351,7 +351,7 @@ struct RoutedStream {
     notified: bool,
     /// Whether either side has ended the stream.
     ended: bool,
-    /// When the handshake began that waits for the executor's answer.
+    /// When the handshake began that waits for the executor's response.
     handshake: Option<Instant>,
 }
 
@@ -412,7 +412,7 @@ impl HubState {
         }
     }
 
-    /// Records that the handshake of a stream has an answer, or that no answer will come.
+    /// Records that the handshake of a stream has a response, or that no response will come.
     fn end_handshake(
         &mut self,
         stream_id: &str,
@@ -1079,7 +1079,7 @@ impl Drop for HarnessUplink {
         if !state.streams.get(&id).is_some_and(own) {
             return;
         }
-        // A harness that disconnects before the answer costs the executor as much as a failed
+        // A harness that disconnects before the response costs the executor as much as a failed
         // handshake.
         state.end_handshake(&id, true, now(), limits);
         let Some(stream) = state.streams.get_mut(&id) else {

@@ -164,7 +164,7 @@ async fn handshakes_beyond_the_limit_wait_until_one_is_answered() {
         socket.handshake(&number.to_string()).await;
         sockets.push(socket);
     }
-    // Two handshakes arrive, and no more until one of them is answered.
+    // Two handshakes arrive, and no more until one of them gets a response.
     let mut waiting = Vec::new();
     for _ in 0..2 {
         waiting.push(executor.receive().await.unwrap());

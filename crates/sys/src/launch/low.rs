@@ -16,7 +16,7 @@ const STREAMS: usize = 3;
 const FIRST: RawFd = 3;
 
 /// Time after which a launch does without reserved numbers: another launch may be blocked by a file
-/// system that does not answer, and so may all of them.
+/// system that does not respond, and so may all of them.
 const TIMEOUT: Duration = Duration::from_millis(20);
 
 /// All reserved numbers of this process.

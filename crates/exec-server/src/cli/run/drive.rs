@@ -324,7 +324,7 @@ impl DrivenCommand {
                     && let Some(size) = terminal::size()
                 {
                     let process = Arc::clone(&self.process);
-                    // Ends with the answer, or with this program.
+                    // Ends with the response, or with this program.
                     tokio::spawn(async move { process.resize(size).await });
                 }
                 None
@@ -344,7 +344,7 @@ impl DrivenCommand {
                     _ => SignalName::Interrupt,
                 };
                 let process = Arc::clone(&self.process);
-                // Ends with the answer, or with this program.
+                // Ends with the response, or with this program.
                 tokio::spawn(async move { send(&*process, name).await });
                 None
             }
@@ -355,7 +355,7 @@ impl DrivenCommand {
                 }
                 self.stop = Some((Instant::now() + STOP_TIMEOUT, code));
                 let process = Arc::clone(&self.process);
-                // Ends with the answer, or with this program.
+                // Ends with the response, or with this program.
                 tokio::spawn(async move { stop(&*process).await });
                 None
             }

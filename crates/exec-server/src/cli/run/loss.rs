@@ -90,7 +90,7 @@ impl ConnectionLosses {
         there: &RemoteMachine,
         client: &ExecServerClient,
     ) -> anyhow::Error {
-        /// How long the server may take to answer; without an answer only the times count.
+        /// How long the server may take to respond; without a response only the times count.
         const LIMIT: Duration = Duration::from_secs(5);
         if !error::message(&error).contains("unknown session") {
             return error;

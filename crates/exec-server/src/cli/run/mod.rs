@@ -464,7 +464,7 @@ async fn end_early(
 
 /// Why a command may have been ended by its server; `None` if it runs as usual.
 async fn server_stop(client: &ExecServerClient) -> Option<&'static str> {
-    /// How long the server may take to answer; without an answer nothing is printed.
+    /// How long the server may take to respond; without a response nothing is printed.
     const LIMIT: Duration = Duration::from_secs(1);
     let mut states = client.states();
     let lost = async { while let Some(ConnectionState::Connected) = states.recv().await {} };
