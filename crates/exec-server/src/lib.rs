@@ -52,7 +52,7 @@ pub mod executor {
     };
 }
 
-/// HTTP requests from this machine, and the rules about the hosts that they may reach.
+/// HTTP requests of this machine, and the rules for hosts that they may reach.
 pub mod http_client {
     pub use exec_server_egress::http::{
         DEFAULT_DENY, DeniedHost, HostRule, HostRules, HttpClient, HttpConfig, HttpError,
@@ -83,7 +83,7 @@ pub mod transport {
 ///
 /// # Errors
 ///
-/// When the handshake fails, which it does only while the server shuts down.
+/// The handshake fails if the server is shutting down.
 pub async fn in_process(server: &ExecServer) -> Result<ExecServerClient, ExecServerError> {
     let (here, there) = transport::Link::pair();
     let connection = server.serve(
@@ -91,7 +91,7 @@ pub async fn in_process(server: &ExecServer) -> Result<ExecServerClient, ExecSer
         "in-process client".to_owned(),
         SessionLifetime::Connection,
     );
-    // Ends when the client, which holds the other end of the link, is dropped.
+    // The task ends when the client, which holds the other end of the link, is dropped.
     tokio::spawn(connection);
     let options = ExecServerClientConnectOptions::new("in-process");
     ExecServerClient::from_link(here, options).await
@@ -99,8 +99,8 @@ pub async fn in_process(server: &ExecServer) -> Result<ExecServerClient, ExecSer
 
 /// Runs the server of the `exec-server` binary in this program, until it is stopped.
 ///
-/// Reads the program's arguments and environment, and forks a guardian process first: only for
-/// binaries that run nothing but a server.
+/// Reads the program's arguments and environment, and forks a guardian process first. Use it only
+/// in a program whose sole purpose is a server.
 pub fn run_main() -> std::process::ExitCode {
     cli::main()
 }

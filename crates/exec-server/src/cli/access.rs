@@ -1,4 +1,4 @@
-//! Tokens and certificates: from settings and files to what serves and what dials.
+//! Tokens and certificates of servers and clients, loaded from settings and files.
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
@@ -20,10 +20,10 @@ use exec_server_transport::tls::{TlsServer, TlsServerFiles};
 use super::args::ServerArgs;
 use super::settings::{Settings, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, variable};
 
-/// The name of a token that was given none.
+/// Name of a token whose setting has no name.
 const UNNAMED: &str = "token";
 
-/// The authentication rules for clients. Reads the files that hold secrets.
+/// Loads the authentication rules for clients, including the files that hold secrets.
 pub(super) fn rules(settings: &Settings) -> anyhow::Result<AdmissionRules> {
     let allowed_origins = settings.list("auth.allow_origins");
     let trusted_proxies = TrustedProxies::parse(settings.list("auth.trusted_proxies"));
@@ -31,7 +31,7 @@ pub(super) fn rules(settings: &Settings) -> anyhow::Result<AdmissionRules> {
         auth: auth(settings)?,
         allowed_origins: allowed_origins.into_iter().map(str::to_owned).collect(),
         trusted_proxies: trusted_proxies.context("`auth.trusted_proxies`")?,
-        // A client certificate is authentication, too.
+        // Client certificates count as authentication, too.
         danger_any_user: settings.flag("auth.danger_no_auth")
             || settings.path("tls.client_ca").is_some(),
     })
@@ -106,7 +106,7 @@ fn tokens(settings: &Settings) -> anyhow::Result<Vec<CapabilityToken>> {
     if both && !all_named {
         bail!("`--ws-token-file` and `--ws-token-sha256` are mutually exclusive");
     }
-    // Sessions belong to names: two tokens without one would share theirs.
+    // Sessions belong to token names: two tokens without a name would share their sessions.
     let all = files.iter().chain(&hashes);
     if all.filter(|given| split(given).0.is_none()).count() > 1 {
         bail!("several tokens need names, as in `--ws-token-file NAME=FILE`");
@@ -136,7 +136,8 @@ fn tokens(settings: &Settings) -> anyhow::Result<Vec<CapabilityToken>> {
     Ok(tokens)
 }
 
-/// `NAME=VALUE:SCOPES`, `NAME=VALUE`, or a value alone; a `=` in a path is no name's end.
+/// Parses `NAME=VALUE:SCOPES`, `NAME=VALUE`, or a value alone. A `=` after a `/` belongs to the
+/// path.
 fn split(given: &str) -> (Option<&str>, &str, Option<&str>) {
     match given.split_once('=') {
         Some((name, rest)) if !name.is_empty() && !name.contains('/') => {
@@ -149,7 +150,7 @@ fn split(given: &str) -> (Option<&str>, &str, Option<&str>) {
     }
 }
 
-/// The file of a token, as it is given in the settings.
+/// The path of a token file, as given in the settings.
 pub(super) fn token_file(given: &str) -> &Path {
     Path::new(split(given).1)
 }
@@ -174,7 +175,7 @@ fn digest(hex: &str) -> Option<[u8; 32]> {
     Some(bytes)
 }
 
-/// A secret from a file that must hold one.
+/// Reads a secret from a file that must not be empty.
 pub(super) fn secret(path: &Path) -> anyhow::Result<Secret> {
     let secret = Secret::read(path)
         .with_context(|| format!("failed to read websocket auth secret {}", path.display()))?;
@@ -184,8 +185,8 @@ pub(super) fn secret(path: &Path) -> anyhow::Result<Secret> {
     Ok(secret)
 }
 
-/// The identity for `wss://` listeners, if there are any; sockets that were handed over are such if
-/// there is an identity.
+/// Loads the TLS identity if there are `wss://` listeners. Inherited sockets use TLS if there is an
+/// identity.
 pub(super) fn tls(
     settings: &Settings,
     urls: &[ListenUrl],
@@ -217,7 +218,7 @@ pub(super) fn tls(
     tls_identity(files, &addresses).map(Some)
 }
 
-/// Where an identity comes from.
+/// Source of a TLS identity: files, or a new self-signed certificate.
 pub(super) struct TlsFiles {
     pub(super) cert: Option<PathBuf>,
     pub(super) key: Option<PathBuf>,
@@ -225,7 +226,7 @@ pub(super) struct TlsFiles {
     pub(super) self_signed: bool,
 }
 
-/// The identity for these addresses. Prints the pin of a self-signed one.
+/// Loads or creates the identity for these addresses. Prints the pin of a self-signed certificate.
 pub(super) fn tls_identity(
     files: TlsFiles,
     addresses: &[SocketAddr],
@@ -266,7 +267,7 @@ pub(super) fn tls_identity(
     Ok(Arc::new(server))
 }
 
-/// A self-signed certificate for this machine, and its key.
+/// Creates a self-signed certificate for this machine, and its key.
 fn make_certificate(addresses: &[SocketAddr]) -> anyhow::Result<(String, Secret)> {
     let mut names = vec!["localhost".to_owned()];
     let host = rustix::system::uname()
@@ -294,7 +295,7 @@ fn make_certificate(addresses: &[SocketAddr]) -> anyhow::Result<(String, Secret)
     Ok((certificate.pem(), Secret::from(key.serialize_pem())))
 }
 
-/// Writes a file that is not there yet.
+/// Writes a new file; fails if it exists.
 pub(super) fn write_new(path: &Path, text: &str, mode: u32) -> anyhow::Result<()> {
     OpenOptions::new()
         .write(true)
@@ -346,7 +347,7 @@ pub(super) fn introduce(
     Ok(())
 }
 
-/// Where a client's token comes from, for messages; `None` without a token.
+/// Description of the source of a client's token, for messages; `None` without a token.
 pub(super) fn token_origin(server: &ServerArgs) -> Option<String> {
     let file = server.token_file.clone();
     match file.or_else(|| set(TOKEN_FILE_VARIABLE).map(PathBuf::from)) {
@@ -358,7 +359,7 @@ pub(super) fn token_origin(server: &ServerArgs) -> Option<String> {
     }
 }
 
-/// A variable that is set and not empty.
+/// Value of a variable that is set and not empty.
 fn set(name: &str) -> Option<String> {
     variable(name).filter(|value| !value.is_empty())
 }

@@ -104,7 +104,7 @@ pub(super) fn definition() -> clap::Command {
 }
 
 impl CliCommand {
-    /// The same command, which was named and not only meant.
+    /// The same command. The flag records that `serve` was typed and is not only the default.
     fn named(mut self) -> Self {
         if let Self::Serve(args) = &mut self {
             args.is_own = true;
@@ -114,7 +114,7 @@ impl CliCommand {
 
     /// Parses this program's arguments.
     ///
-    /// Where there is nothing to run, prints the help, the version or the error, and returns the exit
+    /// If there is no command to run, prints the help, the version or the error, and returns the exit
     /// code.
     pub(super) fn parse() -> Result<Self, ExitCode> {
         let arguments: Vec<OsString> = std::env::args_os().collect();
@@ -148,7 +148,7 @@ impl CliCommand {
     }
 }
 
-/// Prints the help or the version that was asked for, or what is wrong with the arguments.
+/// Prints the requested help or version, or the error in the arguments.
 pub(super) fn refuse(error: &clap::Error) -> ExitCode {
     let text = error.render().to_string();
     match text.strip_prefix("error: ") {
@@ -161,7 +161,8 @@ pub(super) fn refuse(error: &clap::Error) -> ExitCode {
 }
 
 #[derive(Debug, Subcommand)]
-// Defines only the command that is named: all of them take longer than most commands run.
+// Defines only the command that is named, because defining all of them takes longer than most
+// commands run.
 #[command(defer = true)]
 pub(super) enum CliCommand {
     /// Serve clients: run their commands, give them files
@@ -525,7 +526,7 @@ pub(super) struct AuthArgs {
     pub(super) allow_origin: Vec<String>,
 }
 
-// How `wss://` is served.
+// TLS of `wss://` listeners.
 #[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "TLS")]
 pub(super) struct TlsArgs {
@@ -1297,7 +1298,7 @@ pub(super) struct DaemonArgs {
 }
 
 impl ServerArgs {
-    /// The first flag that is about a server named by its URL.
+    /// The first given flag that applies only to a server named by its URL.
     pub(super) fn about_url(&self) -> Option<&'static str> {
         let given = [
             (self.token_file.is_some(), "--token-file"),

@@ -143,7 +143,7 @@ struct CodexForward {
 
 /// Parses the arguments of this program, if it was called as Codex.
 ///
-/// Where there is nothing to run, prints the help, the version or the error, and returns the exit
+/// If there is no command to run, prints the help, the version or the error, and returns the exit
 /// code.
 pub(super) fn parse(arguments: &[OsString]) -> Option<Result<CliCommand, ExitCode>> {
     let program = arguments.first().map(Path::new);
@@ -188,8 +188,8 @@ fn of_codex(arguments: &[OsString]) -> Result<CliCommand, ExitCode> {
     }
 }
 
-/// Prints the version as Codex does, for programs that compare it, and on standard error what this
-/// program is.
+/// Prints the version as Codex does, for programs that compare it. Prints on standard error that
+/// this program is exec-server.
 fn version() -> ExitCode {
     notice(&format!(
         "version {}; acts as `codex exec-server` {COMPATIBLE_VERSION}",
@@ -202,7 +202,7 @@ fn version() -> ExitCode {
 }
 
 fn of_exec_server(global: &[OsString], rest: &[OsString]) -> Result<CliCommand, ExitCode> {
-    // The name `--config` belongs to Codex's option.
+    // The option `--config` is that of Codex, so the settings file has another name here.
     let rename = |arg: clap::Arg| arg.long("settings");
     let mut definition = CodexExecServer::command()
         .mut_arg("config", rename)
@@ -242,7 +242,7 @@ fn of_exec_server(global: &[OsString], rest: &[OsString]) -> Result<CliCommand, 
 }
 
 impl CodexArgs {
-    /// Rejects what this program cannot do.
+    /// Rejects options that this program does not support.
     fn refuse_unsupported(&self) -> anyhow::Result<()> {
         if self.linux_sandbox_pid_namespace == Some(PidNamespace::Inherit) {
             bail!(
@@ -265,7 +265,7 @@ impl CodexArgs {
         Ok(())
     }
 
-    /// The options that were given and have no effect.
+    /// Names of the given options that have no effect.
     fn ignored(&self, global: &[OsString]) -> Vec<&'static str> {
         let is_global = |name: &str| {
             global

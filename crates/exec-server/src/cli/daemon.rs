@@ -31,26 +31,27 @@ use super::args::{CliArgs, DaemonArgs};
 use super::error::notice;
 use super::{print, serve, settings};
 
-/// Begins the line with the daemon's socket; the client skips what login shells print before it.
+/// Prefix of the line with the daemon's socket. The client skips lines without it, which login
+/// shells print.
 const MARK: &str = "exec-server-ssh";
 
-/// How long a daemon may take to listen.
+/// Timeout for a new daemon to listen.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long a daemon of another build may take to end if it has nothing to do.
+/// Timeout for a daemon of another build to exit if it is idle.
 const RETIRE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a daemon may take to stop, its processes included.
+/// Timeout for a daemon and its processes to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Between two checks of a state that sends no notification.
+/// Interval between checks of a state that sends no notification.
 const PERIOD: Duration = Duration::from_millis(20);
 
-/// The longest path of a socket, and what the listener's name adds to the directory at most.
+/// Maximum length of a socket's path, and of the part that the listener adds to the directory.
 const MAX_SOCKET_PATH: usize = 107;
 const NAME_BYTES: usize = "/daemon.1234567890.tmp".len();
 
-/// The largest log that a new daemon appends to; a larger one is removed.
+/// Maximum size of a log file that a new daemon appends to; a larger file is removed.
 const MAX_LOG_BYTES: u64 = 1 << 20;
 
 pub(super) fn run(args: DaemonArgs) -> anyhow::Result<ExitCode> {
@@ -76,12 +77,12 @@ pub(super) fn run(args: DaemonArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Where the daemon of this user is found.
+/// Directory of this user's daemon, with its socket, lock, log and state.
 struct DaemonPaths(PathBuf);
 
 impl DaemonPaths {
-    /// The directory that was given, one in the user's cache, or one in `/tmp` where that is too long
-    /// for a socket or the user has no home.
+    /// Chooses the given directory, or one in the user's cache. Without a home directory, or if the
+    /// path is too long for a socket, chooses one in `/tmp`.
     ///
     /// The directory is not that of the login session's sockets, which is removed with the last
     /// login; the daemon must outlive it. The name of the machine is part of the path, because home
@@ -133,7 +134,7 @@ impl DaemonPaths {
         serde_json::from_slice(&text).unwrap_or_default()
     }
 
-    /// Starters and a daemon that is about to end hold this.
+    /// Lock that a process holds while it starts a daemon, and a daemon while it exits.
     fn lock_file(&self) -> io::Result<File> {
         open_lock(&self.file("daemon.lock"))
     }
@@ -145,10 +146,11 @@ impl DaemonPaths {
         Ok(file)
     }
 
-    /// The process behind the socket, if there is one.
+    /// Pidfd of the process that listens on the socket, if there is one.
     fn daemon(&self) -> Option<rustix::process::Pid> {
         let stream = UnixStream::connect(self.socket()).ok()?;
-        // Of the listening process: unlike a number in a file, it cannot be that of another by now.
+        // The kernel reports the pid of the listening process; a pid in a file could have been
+        // reused.
         let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;
         Some(peer.pid)
     }
@@ -165,7 +167,8 @@ impl DaemonPaths {
         true
     }
 
-    /// Sees that a daemon listens. If it had to be one of another build, says why.
+    /// Ensures that a daemon of this build listens. If a daemon of another build is kept, returns
+    /// the reason.
     fn ensure_running(&self, idle: Duration) -> anyhow::Result<Option<String>> {
         let _lock = self.lock()?;
         if let Some(pid) = self.daemon() {
@@ -188,7 +191,7 @@ impl DaemonPaths {
         Ok(None)
     }
 
-    /// Starts a daemon that outlives us, and waits until it listens.
+    /// Starts a daemon that outlives this process, and waits until it listens.
     fn start(&self, idle: Duration) -> anyhow::Result<()> {
         let log = self.log().context("cannot write the daemon's log")?;
         let log_start = log.metadata()?.len();
@@ -234,7 +237,7 @@ impl DaemonPaths {
         }
     }
 
-    /// The log, from the beginning if the old one has grown long.
+    /// Opens the log for appending; a log above the maximum size is replaced first.
     fn log(&self) -> io::Result<File> {
         let path = self.file("daemon.log");
         let long = path
@@ -250,9 +253,9 @@ impl DaemonPaths {
             .open(path)
     }
 
-    /// Is the daemon.
+    /// Runs as the daemon.
     fn serve(self, idle: Duration) -> anyhow::Result<ExitCode> {
-        // Away from the terminal and the connection that started us.
+        // Detaches from the terminal and the connection of the starting process.
         let _ = rustix::process::setsid();
         let url = format!("unix://{}", self.socket().display());
         let args = CliArgs::try_parse_from(["exec-server", "--listen", &url])?.serve;
@@ -290,7 +293,7 @@ fn build() -> anyhow::Result<String> {
     ))
 }
 
-/// Knows when a daemon is no longer needed.
+/// Idle check of a daemon: decides when it is no longer needed.
 pub(super) struct IdleDetector {
     limit: Duration,
     paths: DaemonPaths,
@@ -318,8 +321,8 @@ impl IdleDetector {
         written.with_context(|| format!("cannot write `{}`", path.display()))
     }
 
-    /// Returns when the server has been unused for the idle timeout, or immediately on SIGUSR1, with which
-    /// another build asks to replace it. No other daemon can start until the returned lock is dropped.
+    /// Returns when the server has been unused for the idle timeout, or immediately on SIGUSR1, which
+    /// another build sends to replace it. No other daemon can start until the returned lock is dropped.
     pub(super) async fn over(self, server: &ExecServer) -> anyhow::Result<Option<File>> {
         let mut retire = signal(SignalKind::user_defined1())?;
         let mut limit = self.limit;
@@ -329,7 +332,7 @@ impl IdleDetector {
             tokio::select! {
                 () = tokio::time::sleep(period) => {}
                 _ = retire.recv() => {
-                    // The sender holds the lock, and waits.
+                    // The sender of SIGUSR1 holds the lock and waits for this daemon to exit.
                     if !is_needed(server) {
                         return Ok(None);
                     }
@@ -343,7 +346,8 @@ impl IdleDetector {
             if since.elapsed() < limit {
                 continue;
             }
-            // A starter that holds the lock has just announced this daemon to a client.
+            // Another process holds the lock and has just announced this daemon to a client, so the
+            // daemon stays.
             let lock = self.paths.lock_file()?;
             if lock.try_lock().is_ok() {
                 if !is_needed(server) {
@@ -361,25 +365,25 @@ fn is_needed(server: &ExecServer) -> bool {
     server.connections() > 0 || server.session_count() > 0 || server.executor().live() > 0
 }
 
-/// Carries bytes between our standard streams and the daemon, until one of them ends.
+/// Copies bytes between standard input and output and the daemon's socket, until one of them ends.
 fn splice(socket: &Path) -> anyhow::Result<()> {
     let failed = || format!("cannot connect to `{}`", socket.display());
     let stream = UnixStream::connect(socket).with_context(failed)?;
     let mut input = File::from(rustix::stdio::stdin().try_clone_to_owned()?);
     let mut output = File::from(rustix::stdio::stdout().try_clone_to_owned()?);
     let mut up = stream.try_clone()?;
-    // Ends with the process, at the latest.
+    // This thread ends with the process at the latest.
     std::thread::spawn(move || {
         let _ = copy_unspliced(&mut input, &mut up);
         let _ = up.shutdown(Shutdown::Write);
     });
-    // The client dials again after a cut: an error here needs no message.
+    // The client reconnects after a lost connection, so an error here needs no message.
     let _ = copy_unspliced(&mut &stream, &mut output);
     Ok(())
 }
 
-/// Copies by hand: the standard library would splice, and the kernel keeps a pipe locked, for its
-/// reader too, while it waits for the socket that it is to be filled from.
+/// Copies with read and write calls. The standard library would use `splice`, and then the kernel
+/// locks the pipe, also for its reader, while it waits for data from the socket.
 fn copy_unspliced(from: &mut impl io::Read, to: &mut impl io::Write) -> io::Result<()> {
     let mut buffer = vec![0; 64 * 1024];
     loop {

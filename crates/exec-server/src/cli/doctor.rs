@@ -166,8 +166,8 @@ fn findings(host: &HostFeatures) -> Vec<Finding> {
 
 /// The inotify limits, which `fs/watch` shares with all other programs of the user.
 fn inotify(limits: InotifyLimits) -> [Finding; 2] {
-    // A large checkout has tens of thousands of directories; a tree takes one instance, and the
-    // kernel's own default allows as many.
+    // A large checkout has tens of thousands of directories. Each watched tree uses one instance;
+    // the kernel's default limit is 128 instances.
     let InotifyLimits { watches, instances } = limits;
     [
         limited(

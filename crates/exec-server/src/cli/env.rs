@@ -86,7 +86,8 @@ fn add(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
                 entry["args"] = value(rest.iter().collect::<Array>());
             }
         }
-        // The file may be read from anywhere.
+        // `env add` may run in another directory than later commands, so relative paths become
+        // absolute.
         let absolute = |path: &Path| -> anyhow::Result<Item> {
             let path = std::path::absolute(path)?;
             let text = path
@@ -135,7 +136,7 @@ fn add(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
             }
             Some(at) => {
                 if let Some(old) = tables.get_mut(at) {
-                    // Comments in front of it stay.
+                    // Comments before the entry are kept.
                     *entry.decor_mut() = old.decor().clone();
                     let place = old.position();
                     *old = entry;
@@ -153,8 +154,8 @@ fn add(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
     try_out(args)
 }
 
-/// Connects to a new environment and prints what answered. A failure is no failure of `add`: the
-/// machine may be off.
+/// Connects to a new environment and prints its version and latency. A failed connection is not an
+/// error of `add`: the machine may be switched off.
 fn try_out(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
     let list = on::list()?;
     let Some(entry) = list.entry(&args.id).filter(|_| !args.no_try) else {
@@ -223,7 +224,7 @@ fn choose(id: &str) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Says which is the default; comments beside it stay.
+/// Sets the default environment; comments beside the key are kept.
 fn set_default(document: &mut DocumentMut, id: &str) {
     match document.get_mut("default").and_then(Item::as_value_mut) {
         Some(old) => {
@@ -235,7 +236,7 @@ fn set_default(document: &mut DocumentMut, id: &str) {
     }
 }
 
-/// Changes our `environments.toml`; what comes out is checked before it takes the old one's place.
+/// Edits `environments.toml`. The new text is parsed before it replaces the old file.
 fn edit(change: impl FnOnce(&mut DocumentMut) -> anyhow::Result<()>) -> anyhow::Result<()> {
     let configured = on::configured();
     let path = configured
@@ -255,7 +256,8 @@ fn edit(change: impl FnOnce(&mut DocumentMut) -> anyhow::Result<()>) -> anyhow::
         }
         Err(error) => return Err(error).with_context(|| format!("cannot read {}", path.display())),
     };
-    // A file with a mistake is left alone, and the mistake named as everywhere.
+    // A file with a syntax error is not changed, and the error is reported as by every other
+    // command.
     EnvironmentsFile::parse(&text, path)?;
     let mut document: DocumentMut = text
         .parse()
@@ -266,8 +268,8 @@ fn edit(change: impl FnOnce(&mut DocumentMut) -> anyhow::Result<()>) -> anyhow::
     replace(path, &text).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Puts a text in the place of a file, whole or not at all; only this user can read it, since it
-/// may hold tokens.
+/// Replaces the text of a file atomically. The file may contain tokens, so only this user can read
+/// it.
 fn replace(path: &Path, text: &str) -> std::io::Result<()> {
     use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
     let directory = path.parent().unwrap_or(Path::new("/"));
@@ -286,7 +288,7 @@ fn replace(path: &Path, text: &str) -> std::io::Result<()> {
             file.write_all(text.as_bytes())?;
             file.sync_all()
         })
-        // A link leads to where the file really is.
+        // If the path is a link, the target of the link is replaced.
         .and_then(|()| std::fs::rename(&aside, real(path)));
     if written.is_err() {
         let _ = std::fs::remove_file(&aside);
@@ -294,12 +296,12 @@ fn replace(path: &Path, text: &str) -> std::io::Result<()> {
     written
 }
 
-/// Where a path leads, if there is something.
+/// Target of a path with all links resolved, if it exists.
 fn real(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
-/// The tables of the environments; those that were written inline become ordinary ones.
+/// Tables of the environments; inline tables are converted to ordinary ones.
 fn environments(document: &mut DocumentMut) -> anyhow::Result<&mut ArrayOfTables> {
     let item = document
         .entry("environments")
@@ -411,7 +413,7 @@ async fn probe(connect: Arc<dyn Connect>, limit: Duration) -> anyhow::Result<Pro
         let latency = probe_result.elapsed();
         let info = client.environment_info().await.ok().cloned();
         if client.supports("session/end").await.unwrap_or(false) {
-            // This session will not be resumed.
+            // Ends the session immediately, because it will not be resumed.
             let _ = client.end_session().await;
         }
         anyhow::Ok(ProbeAnswer {
@@ -431,7 +433,7 @@ impl ProbeAnswer {
         self.info.as_ref()?.executor_version.as_deref()
     }
 
-    /// The compatible features that it has, in order.
+    /// Names of the supported features of the compatible protocol, in the order of the handshake.
     fn capabilities(&self) -> Vec<&str> {
         let capabilities = self.info.iter().flat_map(|info| &info.capabilities);
         capabilities

@@ -14,7 +14,7 @@ use super::registry;
 use super::table::visible;
 use super::terminal;
 
-/// Prints what went wrong, and what to do about it where that is known.
+/// Prints an error and, if there is one, advice.
 pub(super) fn report(error: &anyhow::Error) {
     notice(&message(error));
     if let Some(hint) = hint(error) {
@@ -22,13 +22,13 @@ pub(super) fn report(error: &anyhow::Error) {
     }
 }
 
-/// Prints a line, or several, for the person at the terminal.
+/// Prints one or several lines for the user at the terminal.
 pub(super) fn notice(text: &str) {
-    // Nobody may read standard error any more.
+    // Errors are ignored: standard error may be closed.
     let _ = io::stderr().write_all(notice_text(text).as_bytes());
 }
 
-/// A notice as it is printed; in the terminal's raw mode with carriage returns.
+/// Formats a notice; in raw mode of the terminal with carriage returns.
 pub(super) fn notice_text(text: &str) -> String {
     let text = format!("exec-server: {}\n", visible_lines(text));
     match terminal::is_raw() {
@@ -47,7 +47,7 @@ impl fmt::Display for Explanation {
     }
 }
 
-/// An error and its causes on one line: without wire codes, and nothing twice.
+/// Formats an error and its causes on one line, without wire codes and without repeated text.
 pub(super) fn message(error: &anyhow::Error) -> String {
     if let Some(Explanation(text)) = error.downcast_ref() {
         return text.clone();
@@ -63,7 +63,7 @@ pub(super) fn message(error: &anyhow::Error) -> String {
     parts.join(": ")
 }
 
-/// Without the code of the wire at the end, and without the numbers of system errors.
+/// Removes the wire code at the end, and the numbers of system errors.
 fn without_numbers(text: &str) -> String {
     let mut text = match text.rfind(" (code ") {
         Some(at) if is_number(&text[at + " (code ".len()..]) => text[..at].to_owned(),
@@ -79,7 +79,7 @@ fn without_numbers(text: &str) -> String {
     text
 }
 
-/// Digits, maybe negative, and a closing bracket.
+/// Matches digits with an optional minus sign, and a closing bracket.
 fn is_number(text: &str) -> bool {
     text.strip_suffix(')').is_some_and(|number| {
         let digits = number.strip_prefix('-').unwrap_or(number);
@@ -87,7 +87,7 @@ fn is_number(text: &str) -> bool {
     })
 }
 
-/// Without a path at the end that was named before, as it was typed.
+/// Removes a path at the end of a message if an earlier message already named it.
 fn without_path<'a>(text: &'a str, before: &[String]) -> &'a str {
     let Some((rest, path)) = text
         .strip_suffix('`')
@@ -105,7 +105,7 @@ fn without_path<'a>(text: &'a str, before: &[String]) -> &'a str {
     if is_named { rest } else { text }
 }
 
-/// [`visible`], line by line: some messages show a part of a file.
+/// Applies [`visible`] to each line: some messages show lines of a file.
 fn visible_lines(text: &str) -> String {
     let lines: Vec<String> = text.split('\n').map(visible).collect();
     lines.join("\n")
@@ -135,13 +135,14 @@ fn hint(error: &anyhow::Error) -> Option<String> {
 
 /// Names the input that caused a failure to connect: the token, or the scheme of the URL.
 ///
-/// `name` is the environment or the URL, and `token` says where the token came from, if there was one.
+/// `name` is the environment or the URL. `token` describes the source of the token, if there was
+/// one.
 pub(super) fn of_connecting(
     error: ExecServerError,
     name: &str,
     token: Option<&str>,
 ) -> anyhow::Error {
-    // A URL is named by the error itself.
+    // The error itself already names a URL.
     let (environment, advice) = match name.contains("://") {
         true => (String::new(), TOKEN_ADVICE.to_owned()),
         false => (
@@ -196,10 +197,10 @@ pub(super) fn explained(error: anyhow::Error, text: &str) -> anyhow::Error {
     error.context(Explanation(text.to_owned()))
 }
 
-/// How to give a token for a URL.
+/// Advice how to give a token for a URL.
 const TOKEN_ADVICE: &str = "pass --token-file FILE or set EXEC_SERVER_TOKEN_FILE";
 
-/// A server has answered 401: there was no token, or it is not one of the server's.
+/// Explains status 401: no token was sent, or the server does not accept the token.
 fn token_refused(server: &str, reason: &str, token: Option<&str>, advice: &str) -> String {
     match token {
         Some(token) if !reason.starts_with("missing ") => {
@@ -213,7 +214,7 @@ fn token_refused(server: &str, reason: &str, token: Option<&str>, advice: &str) 
     }
 }
 
-/// Names the token of a call to a registry's administration that was refused.
+/// Names the source of a refused token in errors of a registry's administration API.
 pub(super) fn of_registry(error: anyhow::Error, token: &str) -> anyhow::Error {
     let Some(RegistryError::Auth {
         registry,

@@ -19,10 +19,10 @@ use super::settings::{state_directory, variable};
 use super::table::{self, table, visible};
 use super::{error, print, runtime, terminal};
 
-/// Where a rendezvous server listens by default.
+/// Default URL of a rendezvous server.
 const DEFAULT_URL: &str = "http://127.0.0.1:4700";
 
-/// Environments that `top` shows.
+/// Maximum number of environments that `top` shows.
 const BUSIEST: usize = 10;
 
 pub(super) fn run(args: &FleetArgs) -> anyhow::Result<ExitCode> {
@@ -34,11 +34,11 @@ pub(super) fn run(args: &FleetArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// How to reach rendezvous servers, and the admin token for them.
+/// Connection options of rendezvous servers, and the admin token.
 struct FleetAccess {
     url: String,
     token: Secret,
-    /// Where the token came from, for messages.
+    /// Description of the token's source, for messages.
     token_origin: String,
     tls: TlsClientOptions,
     plain: bool,
@@ -182,7 +182,7 @@ fn in_environment(environment: Option<&str>) -> String {
     environment.map_or(String::new(), |environment| format!(" in `{environment}`"))
 }
 
-/// A text that means nothing else in a URL.
+/// Percent-encodes text for one segment or value of a URL.
 fn segment(text: &str) -> anyhow::Result<&str> {
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte);
     if text.is_empty() || matches!(text, "." | "..") || !text.bytes().all(allowed) {
@@ -346,7 +346,8 @@ impl FleetSnapshot {
                 continue;
             }
             if !others.contains_key(name) {
-                // One that cannot be reached is left out of the figures, and shown as a node.
+                // A node that cannot be reached appears in the list of nodes only; the other
+                // figures exclude it.
                 let Ok(api) = access.to(url) else { continue };
                 others.insert(name.to_owned(), api);
             }
@@ -380,7 +381,7 @@ impl FleetSnapshot {
         all
     }
 
-    /// How fast a number of a node has grown since `before`.
+    /// Growth per second of a node's counter since `before`.
     fn rate(&self, before: Option<&Self>, node: &Value, pick: impl Fn(&Value) -> u64) -> f64 {
         let Some(before) = before else { return 0.0 };
         let find = |snapshot: &Self| {
@@ -601,7 +602,7 @@ TENANT   ENVIRONMENT  NODE  HARNESSES  STREAMS
 acme     y\\n          a     -          2
 default  x            a     -          1
 ";
-        // The clock of the two looks is not exactly two seconds apart.
+        // The times of the two snapshots differ by approximately two seconds, not exactly.
         assert_eq!(screen, expected);
         assert!(before.screen(None).contains("0 B/s"));
         assert_eq!(after.json()["environments"][0]["environment_id"], "y\n");

@@ -1,4 +1,4 @@
-//! `exec-server forward`: a server that exists already, as an environment of a registry.
+//! `exec-server forward`: registers an existing server as an environment of a registry.
 
 use std::process::ExitCode;
 
@@ -39,7 +39,8 @@ pub(super) fn run(args: ForwardArgs) -> anyhow::Result<ExitCode> {
     hide_api_key(&settings)?;
     let destination = match connect {
         Some(url) => {
-            // Checked now: otherwise only the first client would see the error.
+            // The destination is checked now; otherwise the first client would be the first to see
+            // the error.
             check_url(&url)?;
             let mut options = ConnectOptions::default();
             if let Some(path) = connect_token_file {
@@ -62,7 +63,7 @@ pub(super) fn run(args: ForwardArgs) -> anyhow::Result<ExitCode> {
     let _log = log::start(&settings)?;
     let runtime = runtime()?;
     let outcome = runtime.block_on(forward(&settings, &serve, destination));
-    // A thread may still wait for standard input; it must not keep us.
+    // A thread may still block on standard input, so the runtime is not awaited.
     runtime.shutdown_background();
     outcome.map(|()| ExitCode::SUCCESS)
 }

@@ -1,4 +1,4 @@
-//! The keys of an OIDC issuer, from a file or from where it publishes them.
+//! Keys of an OIDC issuer, read from a file or fetched from a URL.
 
 use std::fs;
 use std::path::PathBuf;
@@ -15,16 +15,16 @@ use tokio::time::Instant;
 use super::args::RendezvousArgs;
 use super::settings::variable;
 
-/// Bytes of a document; real ones have a few thousand.
+/// Maximum size of a JWKS document; usual documents have a few thousand bytes.
 const MAX_DOCUMENT_BYTES: usize = 1 << 20;
 
-/// How long fetching one may take.
+/// Timeout of fetching a document.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often keys are fetched from a URL, so that those that were taken away are forgotten.
+/// Interval at which keys are fetched from a URL, so that removed keys become invalid.
 const REFRESH_PERIOD: Duration = Duration::from_secs(300);
 
-/// Where keys come from.
+/// Source of the keys: a file or a URL.
 #[derive(Debug, Clone)]
 enum IssuerKeys {
     File(PathBuf),
@@ -56,7 +56,7 @@ impl KeySource for IssuerKeys {
     }
 }
 
-/// An OIDC issuer, and when its keys are to be checked again.
+/// An OIDC issuer, and the time of the next check of its keys.
 pub(super) struct OidcIssuer {
     pub(super) oidc: Arc<Oidc>,
     keys: IssuerKeys,
@@ -65,7 +65,7 @@ pub(super) struct OidcIssuer {
 }
 
 impl OidcIssuer {
-    /// The issuer that was named, if one was; its keys are there if they come from a file.
+    /// Creates the issuer of the options, if there is one; keys in a file are loaded.
     pub(super) async fn of(args: &RendezvousArgs) -> anyhow::Result<Option<Self>> {
         let (Some(issuer), Some(audience), Some(jwks)) = (
             &args.oidc.oidc_issuer,
@@ -127,7 +127,7 @@ impl OidcIssuer {
     }
 }
 
-/// Changes when a file of keys does.
+/// Stamp of the key file, which changes when the file is changed or replaced.
 fn stamp(keys: &IssuerKeys) -> Option<Stamp> {
     let IssuerKeys::File(path) = keys else {
         return None;

@@ -39,8 +39,8 @@ pub(super) fn run(args: &KillArgs) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// The processes that are meant: each by its id, its pid, or the beginning of its session's id and its
-/// own id.
+/// Resolves the arguments to processes. An argument is an id, a pid, or the beginning of a session id
+/// with a process id (SESSION/ID).
 fn targets(listed: &[ListedProcess], words: &[String]) -> anyhow::Result<Vec<ListedProcess>> {
     let mut found = Vec::new();
     let mut words = words.iter();
@@ -71,12 +71,12 @@ fn is_process(listed: &[ListedProcess], word: &str) -> bool {
     listed.iter().any(|process| is_named(process, word))
 }
 
-/// Whether a word of the command line names a process: its id, or its pid.
+/// Whether an argument names the process by its id or its pid.
 fn is_named(process: &ListedProcess, word: &str) -> bool {
     process.process_id == word || (process.running && process.pid.to_string() == word)
 }
 
-/// The one process that is meant.
+/// Returns the only process that matches; fails if there are several.
 fn find(listed: &[ListedProcess], session: &str, id: &str) -> anyhow::Result<ListedProcess> {
     let in_session = |process: &&ListedProcess| {
         let own = process.session_id.as_deref().unwrap_or("");
@@ -101,7 +101,7 @@ fn find(listed: &[ListedProcess], session: &str, id: &str) -> anyhow::Result<Lis
     }
 }
 
-/// A signal by its name, with or without `SIG`, its meaning, or its number.
+/// Parses a signal: a name with or without `SIG`, an alias, or a number.
 pub(super) fn signal_named(text: &str) -> Result<SignalName, String> {
     let name = text.to_ascii_uppercase();
     let name = name.strip_prefix("SIG").unwrap_or(&name);
@@ -155,7 +155,7 @@ async fn end(
         wait: true,
         session_id: process.session_id,
     };
-    // Beyond the grace the server itself takes a while to be sure that all are gone.
+    // After the grace period the server needs time to check that all processes have exited.
     let wait = args.grace + Duration::from_secs(15);
     let result = client.call_waiting::<Terminate>(&params, wait).await?;
     if args.json {

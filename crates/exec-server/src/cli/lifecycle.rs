@@ -1,4 +1,4 @@
-//! Lifecycle of an executor on a machine that is suspended, copied or resumed by others.
+//! Lifecycle of an executor on a machine that is suspended, copied or resumed from outside.
 //!
 //! Serves HTTP requests of the machine's own scripts, and detects that the machine was stopped for a
 //! while. Both replace the connection to the rendezvous server; sessions and processes stay.
@@ -62,7 +62,7 @@ impl Lifecycle {
         })
     }
 
-    /// Answers requests, one after the other: they are few and short.
+    /// Handles requests one after the other: they are few and short.
     pub(super) async fn serve(self) {
         loop {
             match self.listener.accept().await {
@@ -111,8 +111,8 @@ impl Lifecycle {
     }
 }
 
-/// Replaces the connection whenever the machine was stopped for a while: the other end has given it
-/// up, and without this it would take a minute until a missing pong shows that.
+/// Replaces the connection whenever the machine was stopped for a while. The other end has closed
+/// it by then; without this check, a missing pong would show that only after a minute.
 pub(super) async fn watch_clocks(control: Control) {
     let mut before = Clocks::now();
     loop {

@@ -6,7 +6,7 @@ use tracing_subscriber::fmt::Subscriber;
 
 use super::settings::Settings;
 
-/// Changes what is logged.
+/// Handle that changes the log filter.
 pub(super) struct LogControl(Box<dyn Fn(EnvFilter) -> anyhow::Result<()> + Send>);
 
 fn filter(settings: &Settings) -> anyhow::Result<EnvFilter> {

@@ -59,9 +59,10 @@ pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
         .iter()
         .any(|(_, location)| matches!(location, CommandLocation::Here))
     {
-        // The commands of the model must not read this process.
+        // Commands of the model must not read the memory of this process.
         own::hide_from_other_processes().context("cannot protect this process")?;
-        // Before any thread starts: it ends what a sudden death would leave behind.
+        // Starts the watcher process before any thread exists. The watcher ends all processes if
+        // this program is killed.
         split_guardian().context("cannot start the guardian")?;
     }
     log_to_stderr()?;
@@ -84,7 +85,7 @@ pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
         }
         anyhow::Ok(())
     });
-    // A thread may still wait for input; it must not keep us.
+    // A thread may still block on standard input, so the runtime is not awaited.
     runtime.shutdown_background();
     served?;
     Ok(ExitCode::SUCCESS)
@@ -125,7 +126,7 @@ async fn stop_signal() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The place that `--on`, `--url` or the configuration means, and what to call it.
+/// The target of `--on`, `--url` or the configuration, and the id that tools use for it.
 fn named_location(args: &McpArgs) -> anyhow::Result<(String, CommandLocation)> {
     let location = on::resolve(&args.server)?;
     let id = match (&args.server.on, &location) {
@@ -137,7 +138,7 @@ fn named_location(args: &McpArgs) -> anyhow::Result<(String, CommandLocation)> {
     Ok((id, location))
 }
 
-/// Standard output belongs to the protocol.
+/// Log lines go to standard error, because standard output carries the protocol.
 fn log_to_stderr() -> anyhow::Result<()> {
     let text = settings::variable("EXEC_SERVER_LOG_FILTER");
     let text = text.as_deref().unwrap_or(LOG_FILTER);
@@ -160,7 +161,7 @@ fn token(path: &Path) -> anyhow::Result<Secret> {
     Ok(token)
 }
 
-/// Environments that are connected to when they are first used, and again when they were lost.
+/// Environments that are connected on first use, and reconnected after a lost connection.
 #[derive(Debug)]
 struct LazyEnvironments {
     places: Vec<(String, CommandLocation, OnceCell<Arc<ToolEnvironment>>)>,
@@ -215,7 +216,7 @@ impl ToolEnvironments for LazyEnvironments {
     }
 }
 
-/// An environment at a place.
+/// Connects to the environment at a location.
 async fn connect(
     location: &CommandLocation,
     cwd: Option<&Path>,
@@ -249,7 +250,7 @@ async fn connect(
     }))
 }
 
-/// The working directory on this machine.
+/// Working directory on this machine.
 fn cwd_here(cwd: Option<&Path>) -> anyhow::Result<PathBuf> {
     match cwd {
         Some(cwd) => Ok(std::path::absolute(cwd)?),
@@ -266,7 +267,7 @@ fn executor() -> anyhow::Result<Executor> {
     Ok(Executor::new(config)?)
 }
 
-/// The working directory on another machine.
+/// Working directory on another machine.
 fn cwd_there(info: Option<&EnvironmentInfo>, cwd: Option<&Path>) -> anyhow::Result<PathBuf> {
     match cwd {
         Some(cwd) if cwd.is_absolute() => Ok(cwd.to_owned()),
@@ -284,13 +285,14 @@ fn cwd_there(info: Option<&EnvironmentInfo>, cwd: Option<&Path>) -> anyhow::Resu
 pub(super) fn run_proxy(args: McpProxyArgs) -> anyhow::Result<ExitCode> {
     let location = on::resolve(&args.server)?;
     if matches!(location, CommandLocation::Here) {
-        // Before any thread starts: it ends what a sudden death would leave behind.
+        // Starts the watcher process before any thread exists. The watcher ends all processes if
+        // this program is killed.
         split_guardian().context("cannot start the guardian")?;
     }
     log_to_stderr()?;
     let runtime = runtime()?;
     let outcome = runtime.block_on(forward_messages(args, &location));
-    // A thread may still wait for input; it must not keep us.
+    // A thread may still block on standard input, so the runtime is not awaited.
     runtime.shutdown_background();
     outcome
 }
@@ -336,7 +338,7 @@ async fn forward_messages(
     })
 }
 
-/// `NAME=VALUE`, or `NAME` for the value that is set here.
+/// Parses `NAME=VALUE`, or `NAME` for the value of the variable here.
 fn variables(settings: &[String]) -> anyhow::Result<BTreeMap<String, String>> {
     let mut variables = BTreeMap::new();
     for setting in settings {

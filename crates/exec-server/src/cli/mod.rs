@@ -51,11 +51,11 @@ use on::{CommandLocation, RemoteMachine};
 
 /// Runs the program.
 pub fn main() -> ExitCode {
-    // First: a sandbox launcher needs nothing else of this program.
+    // The launcher is dispatched first: a sandbox launcher uses no other part of this program.
     if let Some(code) = exec_server_executor::sandbox::dispatch() {
         return code;
     }
-    // For clients as well as servers: both move large blocks.
+    // Applies to clients and servers: both move large blocks.
     memory::return_large_allocations();
     let command = match CliCommand::parse() {
         Ok(command) => command,
@@ -133,12 +133,12 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
         .context("cannot start the runtime")
 }
 
-/// Connects to the server that the options name; fails without one.
+/// Connects to the server of the options; fails if they name none.
 async fn connect(server: &ServerArgs) -> anyhow::Result<ExecServerClient> {
     required(server)?.connect().await
 }
 
-/// The server that the options name.
+/// The server of the options.
 fn required(server: &ServerArgs) -> anyhow::Result<RemoteMachine> {
     match on::resolve(server)? {
         CommandLocation::There(there) => Ok(there),

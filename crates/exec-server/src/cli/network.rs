@@ -18,13 +18,13 @@ use tokio::sync::oneshot;
 use super::args::NetworkArgs;
 use super::table::visible;
 
-/// How long a question waits for its answer.
+/// Timeout of a question on the terminal.
 const TIMEOUT: Duration = Duration::from_secs(5 * 60);
 
-/// The terminal, whatever the standard streams are.
+/// Path of the controlling terminal, which works even if the standard streams are redirected.
 const TERMINAL: &str = "/dev/tty";
 
-/// The network that the options ask for, if any.
+/// The network settings of the options, if any.
 pub(super) fn of(args: &NetworkArgs) -> Option<NetworkProxy> {
     if args.net_allow.is_empty() && args.net_deny.is_empty() && !args.net_ask {
         return None;
@@ -33,7 +33,7 @@ pub(super) fn of(args: &NetworkArgs) -> Option<NetworkProxy> {
         texts.iter().map(|text| (text.clone(), says)).collect()
     };
     let mut domains = rules(&args.net_allow, DomainRule::Allow);
-    // Last, so that what is both allowed and denied is denied.
+    // Denied hosts come last, so that a host that is both allowed and denied is denied.
     domains.extend(rules(&args.net_deny, DomainRule::Deny));
     Some(NetworkProxy {
         proxy: ProxySettings {
@@ -66,7 +66,8 @@ struct WaitingQuestion {
 }
 
 impl TypedKeys {
-    /// Takes what was typed if a question waits for it; whether one did. Its first key is the answer.
+    /// Takes typed keys if a question waits for an answer, and returns whether one did. The first
+    /// key is the answer.
     pub(super) fn take(&self, typed: &[u8]) -> bool {
         match (self.state.lock().question.take(), typed.first()) {
             (Some(question), Some(&key)) => question.send(key).is_ok(),
@@ -95,23 +96,23 @@ impl TypedKeys {
 /// Asks on the terminal about hosts without a rule.
 #[derive(Debug)]
 pub(super) struct TerminalDecider {
-    /// Where the keys come from, if standard input is the terminal: then others read it too.
+    /// Source of the keys if standard input is the terminal, because another thread reads it then.
     keys: Option<Arc<TypedKeys>>,
-    /// One question at a time.
+    /// Lock for one question at a time.
     turn: tokio::sync::Mutex<RememberedAnswers>,
 }
 
-/// Earlier answers.
+/// Answers that apply to later requests.
 #[derive(Debug, Default)]
 struct RememberedAnswers {
     /// Hosts that the user allowed until the command ends.
     always: HashSet<String>,
-    /// The last question's host, its answer, and when it was given.
+    /// Host of the last question, its answer, and the time of the answer.
     last: Option<(String, bool, Instant)>,
 }
 
 impl TerminalDecider {
-    /// Needs a terminal.
+    /// Creates the decider; fails without a terminal.
     pub(super) fn new(keys: Arc<TypedKeys>) -> anyhow::Result<Self> {
         if File::options()
             .read(true)
@@ -159,7 +160,8 @@ impl NetworkPolicyDecider for TerminalDecider {
             let allowed = if memory.always.contains(&target.host) {
                 true
             } else if let Some(said) = said_meanwhile {
-                // Asked for before the answer was there.
+                // The request arrived before the answer to the previous question about the same
+                // host.
                 said
             } else {
                 let how = match target.protocol {
@@ -192,7 +194,7 @@ impl NetworkPolicyDecider for TerminalDecider {
     }
 }
 
-/// Writes to the terminal, wherever output goes; in its raw mode too.
+/// Writes to the terminal even if output is redirected, also in raw mode.
 fn write_terminal(text: &str) {
     if let Ok(mut terminal) = File::options().write(true).open(TERMINAL) {
         let _ = terminal.write_all(text.as_bytes());

@@ -1,5 +1,5 @@
-//! Target of a command: from `--on`, `--url`, the variables and the list of environments to a way to
-//! connect.
+//! Target of a command: resolves `--on`, `--url`, the variables and the list of environments to
+//! connection options.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,35 +31,35 @@ use super::{access, own_socket, registry, ssh};
 /// Name of the server that `exec-server serve` runs for this user.
 const OWN_SERVER: &str = "serve";
 
-/// Where a command works.
+/// Location where a command works.
 #[derive(Debug)]
 pub(super) enum CommandLocation {
     /// On this machine, without a server.
     Here,
-    /// Wherever this leads.
+    /// A remote machine, or a server on this one.
     There(RemoteMachine),
 }
 
-/// Another machine, or a server on this one.
+/// Connection options of a remote machine, or of a server on this one.
 #[derive(Debug, Clone)]
 pub(super) struct RemoteMachine {
-    /// The environment, or the URL.
+    /// Id of the environment, or the URL.
     pub(super) name: String,
     connect: Arc<dyn Connect>,
-    /// A directory here and the one there that stands for it.
+    /// Mapping of a local directory to a remote one.
     roots: Option<(PathBuf, PathBuf)>,
-    /// The default working directory of commands, if it was given.
+    /// Default working directory of commands, if the configuration has one.
     directory: Option<PathBuf>,
-    /// Where the token came from, for messages.
+    /// Description of the token's source, for messages.
     token: Option<String>,
 }
 
-/// A session, and how its paths are to be taken.
+/// A session, and the mapping of its paths.
 pub(super) struct ReachedSession {
     pub(super) client: ExecServerClient,
-    /// Paths are those of this machine, and translated by this.
+    /// Translation of local paths; `None` if paths are those of the remote machine.
     pub(super) map: Option<PathMap>,
-    /// The default working directory of commands, if it was given.
+    /// Default working directory of commands, if the configuration has one.
     pub(super) directory: Option<PathBuf>,
 }
 
@@ -94,14 +94,14 @@ impl RemoteMachine {
         })
     }
 
-    /// Changes the options of its sessions, where they can be changed.
+    /// Changes the options of new sessions, for targets that have such options.
     pub(super) fn change_options(&mut self, change: &ChangeOptions<'_>) {
         if let Some(changed) = self.connect.with_options(change) {
             self.connect = changed;
         }
     }
 
-    /// Opens a session, and finds out how its paths are to be taken.
+    /// Opens a session and resolves the mapping of its paths.
     pub(super) async fn reach(&self) -> anyhow::Result<ReachedSession> {
         let client = self.connect().await?;
         let map = match &self.roots {
@@ -118,7 +118,7 @@ impl RemoteMachine {
     /// Working directory of a command, if it is known without a request. The flag says whether the
     /// user gave it; otherwise it is the directory that the server reported last.
     pub(super) fn known_directory(&self, given: Option<&Path>) -> Option<(PathBuf, bool)> {
-        // Known only if the machine has answered a moment ago.
+        // The directory is known only if the machine responded a moment ago.
         let expected = self.connect.directory()?.to_native().ok()?;
         match given.or(self.directory.as_deref()) {
             _ if self.roots.is_some() => None,
@@ -129,7 +129,7 @@ impl RemoteMachine {
         }
     }
 
-    /// Opens a session and starts a process in it, with as few round trips as there can be.
+    /// Opens a session and starts a process in it, with as few round trips as possible.
     pub(super) async fn start(&self, params: StartParams) -> anyhow::Result<SessionAndStart> {
         self.named(self.connect.connect_and_start(params).await)
     }
@@ -151,12 +151,12 @@ impl RemoteMachine {
     }
 }
 
-/// The map between a directory here and one there.
+/// Mapping between a local directory and a remote one.
 async fn map(local: &Path, remote: &Path, client: &ExecServerClient) -> anyhow::Result<PathMap> {
     let real = local
         .canonicalize()
         .with_context(|| format!("cannot use the local root `{}`", local.display()))?;
-    // Only that machine can resolve its links; and a missing root is reported now.
+    // Only the remote machine can resolve its links. This also reports a missing root now.
     let there = client
         .file_system()
         .canonicalize(&uri(remote)?, None)
@@ -166,7 +166,8 @@ async fn map(local: &Path, remote: &Path, client: &ExecServerClient) -> anyhow::
     Ok(map.with_real_remote(there.to_native()?))
 }
 
-/// How to reach a configured environment, with what this program knows about itself.
+/// Connection options of a configured environment, with the client name and variables of this
+/// program.
 pub(super) fn connect_target(
     connect: &Arc<dyn Connect>,
     server: Option<&ServerArgs>,
@@ -180,7 +181,8 @@ pub(super) fn connect_target(
     }
 }
 
-/// Finds out where to work: `--on` or `--url`, else `EXEC_SERVER_URL`, else the default of
+/// Resolves the target: `--on` or `--url`, else `EXEC_SERVER_URL`, else the default of
+/// `environments.toml`, else this machine.
 /// `environments.toml`, else here.
 pub(super) fn resolve(server: &ServerArgs) -> anyhow::Result<CommandLocation> {
     if let Some(name) = &server.on {
@@ -194,7 +196,8 @@ pub(super) fn resolve(server: &ServerArgs) -> anyhow::Result<CommandLocation> {
         if url.trim().eq_ignore_ascii_case("none") {
             bail!("{URL_VARIABLE} is `none`: pass --on ENV or --url URL");
         }
-        // Only a URL that cannot be used is the variable's fault; a token file, say, is not.
+        // The variable is named as the cause only if its URL is invalid, not if a token file is
+        // missing, for example.
         return at_url(url.trim(), server).map_err(|error| match is_about_url(&error) {
             true => error.context(URL_VARIABLE),
             false => error,
@@ -221,12 +224,12 @@ pub(super) fn named(name: &str, server: &ServerArgs) -> anyhow::Result<CommandLo
     in_environment(name, &list()?, server)
 }
 
-/// Whether a URL itself cannot be used.
+/// Whether an error means that the URL itself is invalid.
 fn is_about_url(error: &anyhow::Error) -> bool {
     error.is::<AddressError>() || error.is::<SshUrlError>() || error.is::<RegistryUrlParseError>()
 }
 
-/// How to reach a URL, with what flags and variables say about it.
+/// Connection options of a URL, with the flags and variables that apply to it.
 fn at_url(url: &str, server: &ServerArgs) -> anyhow::Result<CommandLocation> {
     if RegistryUrl::matches(url) {
         let target = registry::target(url, server)?;
@@ -251,7 +254,7 @@ fn at_url(url: &str, server: &ServerArgs) -> anyhow::Result<CommandLocation> {
     Ok(CommandLocation::There(there))
 }
 
-/// How to reach an environment; only its own settings count.
+/// Connection options of an environment. Only its own settings apply.
 fn in_environment(
     id: &str,
     list: &EnvironmentList,
@@ -294,7 +297,7 @@ pub(super) fn list() -> anyhow::Result<EnvironmentList> {
     Ok(list)
 }
 
-/// Where the environments of this user are configured.
+/// Path of the file with this user's environments.
 pub(super) fn configured() -> ConfiguredEnvironments {
     ConfiguredEnvironments::new(variable)
 }

@@ -31,7 +31,7 @@ pub(super) fn template(command: &clap::Command) -> String {
     for (group, names) in GROUPS {
         let _ = write!(text, "\n{header}{group}:{header:#}\n");
         for name in names {
-            // One may be left out of this build.
+            // A command may be missing in a build without its feature.
             let Some(found) = command.find_subcommand(name) else {
                 continue;
             };
@@ -63,7 +63,7 @@ To begin with:
 "
 );
 
-/// Settings that ask for a server although no option was given.
+/// Settings that start a server even without options on the command line.
 const SERVER_VARIABLES: [&str; 4] = [
     settings::FILE_VARIABLE,
     "EXEC_SERVER_LISTEN",
@@ -71,8 +71,8 @@ const SERVER_VARIABLES: [&str; 4] = [
     "LISTEN_FDS",
 ];
 
-/// Prints what helps further where there is no command to run: to a person who typed no arguments, or
-/// a command that does not exist. Returns the exit code if that was the case.
+/// Prints advice if there is no command to run: if a user typed no arguments, or a command that does
+/// not exist. Returns the exit code in this case.
 ///
 /// Without arguments and without a terminal, the program serves: other programs start it so.
 pub(super) fn answer() -> Option<ExitCode> {
@@ -163,7 +163,7 @@ mod tests {
             .get_subcommands()
             .map(clap::Command::get_name)
             .collect();
-        // Defined by clap when it parses.
+        // clap adds this command when it parses.
         defined.push("help");
         shown.retain(|name| cfg!(feature = "mcp") || !name.starts_with("mcp"));
         shown.sort_unstable();

@@ -1,4 +1,5 @@
-//! Socket of this user's own server: where `serve` listens and clients look without a URL.
+//! Socket of this user's own server: `serve` listens on it, and clients without a URL connect to
+//! it.
 //!
 //! The socket is in a directory that only this user can access.
 
@@ -10,12 +11,12 @@ use rustix::fs::{FileType, lstat};
 
 use super::settings;
 
-/// The longest path of a socket, without what a listener adds to it for a moment.
+/// Maximum length of the socket's path, without the suffix that a listener adds temporarily.
 const MAX_PATH: usize = 107 - ".1234567890.tmp".len();
 
 const NAME: &str = "serve.sock";
 
-/// The directory: in the runtime directory of this login, or in `/tmp`.
+/// Directory of the socket: in the runtime directory of this login, or in `/tmp`.
 fn directory() -> PathBuf {
     let fits = |path: &PathBuf| path.as_os_str().len() + 1 + NAME.len() <= MAX_PATH;
     settings::runtime_directory()
@@ -35,7 +36,7 @@ fn is_private(directory: &PathBuf) -> bool {
     })
 }
 
-/// The URL to listen on; creates the directory.
+/// Returns the URL to listen on, and creates the directory.
 pub(super) fn to_listen_on() -> anyhow::Result<String> {
     let directory = directory();
     make_directory(&directory).with_context(|| format!("cannot use `{}`", directory.display()))?;
@@ -48,7 +49,7 @@ pub(super) fn to_listen_on() -> anyhow::Result<String> {
     Ok(url(&directory))
 }
 
-/// The URL of this user's server, if there is a socket.
+/// URL of this user's server, if its socket exists.
 pub(super) fn found() -> Option<String> {
     let directory = directory();
     let found = lstat(directory.join(NAME)).ok()?;

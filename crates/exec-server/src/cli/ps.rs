@@ -1,4 +1,4 @@
-//! `exec-server ps`: what runs on a server.
+//! `exec-server ps`: lists the processes of a server.
 
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};

@@ -1,4 +1,4 @@
-//! `--url registry://…`: environments behind a registry.
+//! `--url registry://…`: connections to environments behind a registry.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use super::args::ServerArgs;
 use super::error::notice;
 use super::settings::{STATE_VARIABLE, state_directory, variable};
 
-/// A registry environment that prints the key it trusts at first use.
+/// Connection target of a registry environment, which prints a key when it is trusted on first use.
 #[derive(Debug, Clone)]
 pub(super) struct AnnouncedTarget {
     inner: RegistryTarget,
@@ -72,7 +72,7 @@ pub(super) fn args(
     known: &KnownEnvironments,
 ) -> anyhow::Result<RegistryConnectArgs> {
     let name = format!("exec-server {}", env!("CARGO_PKG_VERSION"));
-    // Tokens and certificates are given as for any server.
+    // Options of tokens and certificates are the same as for any server.
     let mut given = RemoteExecServerConnectArgs::new(url.to_string(), name.as_str());
     access::introduce(server, &mut given)?;
     let auth = match given.bearer_token {
@@ -82,14 +82,14 @@ pub(super) fn args(
     let mut args = RegistryConnectArgs::of(url, auth, name);
     args.registry.tls = given.tls;
     args.registry.proxies = Proxies::of_variables(variable);
-    // The scheme `registry+http:` is the permission.
+    // The scheme `registry+http:` permits unencrypted calls.
     args.registry.danger_plain_http = true;
     args.identity = identity::load_or_create(&state()?.join("harness.identity"))?;
     args.trust = KeyTrust::FirstUse(known.clone());
     Ok(args)
 }
 
-/// The keys of environments that this user trusts.
+/// Known environments of this user, with their trusted keys.
 pub(super) fn known() -> anyhow::Result<KnownEnvironments> {
     Ok(KnownEnvironments::new(state()?.join("known_environments")))
 }

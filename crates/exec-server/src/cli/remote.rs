@@ -39,13 +39,13 @@ use super::systemd;
 /// Maximum length of the line of `--registration-bearer-stdin`, with its newline.
 const MAX_BEARER_LINE: u64 = 16 << 10;
 
-/// How long the command that prints a credential may run.
+/// Timeout of the command that prints a credential.
 const CREDENTIAL_COMMAND_LIMIT: Duration = Duration::from_secs(30);
 
-/// Output of that command that is read; a token is much shorter.
+/// Maximum output that is read from that command; a token is much shorter.
 const MAX_COMMAND_OUTPUT: usize = 64 << 10;
 
-/// How long the first credential may take.
+/// Timeout for the first credential.
 const FIRST_CREDENTIAL: Duration = Duration::from_secs(30);
 
 /// Rejects options that cannot be combined.
@@ -97,10 +97,10 @@ pub(super) fn check(settings: &Settings, args: &RemoteArgs) -> anyhow::Result<()
     Ok(())
 }
 
-/// Keeps a key that came in the environment from those who can see that: every process of this user
-/// can read `/proc/PID/environ`. This program starts once more, with the key in a pipe instead.
+/// Hides a key that was passed in an environment variable: every process of this user can read
+/// `/proc/PID/environ`. This program executes itself again, with the key in a pipe instead.
 ///
-/// To be called before anything is set up.
+/// This function must be called before threads and files are created.
 pub(super) fn hide_api_key(settings: &Settings) -> anyhow::Result<()> {
     if !settings.is_remote() {
         return Ok(());
@@ -147,7 +147,8 @@ pub(super) fn hide_api_key(settings: &Settings) -> anyhow::Result<()> {
     Err(again.exec()).context("cannot restart without the key in the environment")
 }
 
-/// The keys that were handed over, by the variables that they were in.
+/// Keys that the first execution of this program passed in the pipe, with the names of their
+/// variables.
 fn inherited_secrets() -> anyhow::Result<Vec<(String, Secret)>> {
     let Some(descriptor) = variable(KEY_DESCRIPTOR_VARIABLE) else {
         return Ok(Vec::new());
@@ -166,7 +167,7 @@ fn inherited_secrets() -> anyhow::Result<Vec<(String, Secret)>> {
         .collect())
 }
 
-/// Something that ends the program when it does.
+/// Future that ends the program when it completes.
 type EndFuture = BoxFuture<'static, anyhow::Result<()>>;
 
 /// Configuration of a served or forwarded environment, and its shutdown signal.
@@ -177,7 +178,7 @@ pub(super) struct RemoteSetup {
 }
 
 impl RemoteSetup {
-    /// Reads keys and credentials; waits for the first ones if they come by standard input.
+    /// Reads keys and credentials; waits for the first credential if standard input provides it.
     ///
     /// `backend` runs the command that prints the credentials.
     pub(super) async fn new(
@@ -228,7 +229,7 @@ impl RemoteSetup {
         let url = self.url.to_string();
         let key = self.config.identity.public_key().fingerprint();
         async move {
-            // The sender lives as long as we are asked.
+            // The sender lives until this function ends.
             let _ = status
                 .wait_for(|status| *status == RemoteStatus::Attached)
                 .await;
@@ -240,7 +241,7 @@ impl RemoteSetup {
     }
 }
 
-/// The keys that identify this machine: from their file, or new ones.
+/// Identity keys of this machine: from their file, or new ones.
 ///
 /// New ones are made for a registry of others (`foreign`), unless a file is named: copies of a machine
 /// must not have the same keys, and the commands of others must not be able to read them. New ones are
@@ -272,7 +273,7 @@ fn identity(settings: &Settings, foreign: bool) -> anyhow::Result<StaticKeys> {
     Ok(identity::generate())
 }
 
-/// Credentials for the registry, and where they come from.
+/// Credentials for the registry, and their source.
 struct Credentials {
     auth: RegistryAuth,
     ending: EndFuture,
@@ -398,7 +399,7 @@ async fn token_of_command(backend: &LocalBackend, command: &str) -> anyhow::Resu
     Ok(Secret::from(std::str::from_utf8(token)?))
 }
 
-/// The bearer of standard input: one line without blanks. There is no time limit.
+/// Reads the bearer token from standard input: one line without blanks. There is no time limit.
 async fn bearer_from_stdin(input: &mut BufReader<tokio::io::Stdin>) -> anyhow::Result<Secret> {
     let mut line = Zeroizing::new(Vec::with_capacity(4096));
     input
@@ -418,8 +419,8 @@ async fn bearer_from_stdin(input: &mut BufReader<tokio::io::Stdin>) -> anyhow::R
     Ok(Secret::from(bearer))
 }
 
-/// The newest credential of standard input, and a future that ends with it: well at its end, badly
-/// at a line that is not one.
+/// The newest credential of standard input, and a future that completes at its end: with success at
+/// the end of input, with an error at an invalid line.
 async fn credentials_from_stdin(
     environment_id: String,
 ) -> anyhow::Result<(
@@ -444,7 +445,7 @@ async fn credentials_from_stdin(
     Ok((RegistryAuth::Scoped(receiver), more))
 }
 
-/// The next line, if it is not too long to be one.
+/// Reads the next line; fails if it is too long for a credential.
 async fn next_line(
     input: &mut BufReader<tokio::io::Stdin>,
 ) -> anyhow::Result<Option<Zeroizing<String>>> {
@@ -512,7 +513,7 @@ pub(super) async fn serve(
         outcome = stopping => outcome,
     };
     server.shut_down().await;
-    // The server has ended; what it said last is on its way.
+    // The server has stopped; its last messages are still being sent.
     let _ = serving.await;
     outcome
 }

@@ -42,7 +42,7 @@ use super::{access, log, print, serve, systemd, token};
 /// are closed within a second.
 const UPKEEP_PERIOD: Duration = Duration::from_millis(500);
 
-/// Connections that wait to be accepted; after a restart all clients reconnect at the same time.
+/// Listen backlog: after a restart all clients reconnect at the same time.
 const ACCEPT_QUEUE: u32 = 4096;
 
 pub(super) fn run(args: RendezvousArgs) -> anyhow::Result<ExitCode> {
@@ -64,14 +64,14 @@ pub(super) fn run(args: RendezvousArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Where to listen, and whether TLS is spoken there.
+/// Address to listen on, and whether to use TLS there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ListenAddress {
     address: SocketAddr,
     secure: bool,
 }
 
-/// `IP:PORT`, `http://IP:PORT` or `https://IP:PORT`.
+/// Parses `IP:PORT`, `http://IP:PORT` or `https://IP:PORT`.
 fn parse_listen(text: &str, secure: bool) -> anyhow::Result<ListenAddress> {
     let (scheme, address) = text.split_once("://").unwrap_or(("", text));
     let secure = match scheme {
@@ -87,7 +87,7 @@ fn parse_listen(text: &str, secure: bool) -> anyhow::Result<ListenAddress> {
     Ok(ListenAddress { address, secure })
 }
 
-/// Where things are.
+/// Paths of the state directory and its files.
 struct RendezvousPaths {
     state: PathBuf,
     tokens: PathBuf,
@@ -134,7 +134,7 @@ impl RendezvousPaths {
         self.state.join("secret")
     }
 
-    /// The secret that signs; made on first use.
+    /// Reads the signing secret; creates it on first use.
     fn secret(&self) -> anyhow::Result<Secret> {
         let path = self.secret_file();
         if !path.exists() {
@@ -154,7 +154,7 @@ impl RendezvousPaths {
         })
     }
 
-    /// Makes a token of each role, if there is no file of tokens.
+    /// Creates a token of each role if there is no token file.
     fn make_tokens(&self) -> anyhow::Result<()> {
         if self.tokens.exists() {
             return Ok(());
@@ -172,7 +172,7 @@ impl RendezvousPaths {
                 _ => {}
             }
             access::write_new(&file, &format!("{}\n", token.expose()), 0o600)?;
-            // The admin token of the first start is for all tenants.
+            // The admin token of the first start is valid for all tenants.
             let tenant = match role {
                 TokenRole::Admin => tenants::ALL,
                 _ => tenants::DEFAULT,
@@ -193,7 +193,7 @@ impl RendezvousPaths {
         Ok(tokens)
     }
 
-    /// Changes when the file of tokens does.
+    /// Stamp of the token file, which changes when the file is changed or replaced.
     fn stamp(&self) -> Option<Stamp> {
         Stamp::of(&self.tokens).ok()
     }
@@ -217,13 +217,13 @@ fn quotas(args: &RendezvousArgs) -> anyhow::Result<Quotas> {
     Ok(quotas)
 }
 
-/// Where state goes unless said otherwise.
+/// Default state directory.
 fn default_state() -> anyhow::Result<PathBuf> {
     let base = state_directory().context("HOME is not set: pass --state-dir DIR")?;
     Ok(base.join("rendezvous"))
 }
 
-/// A line of the file of tokens.
+/// Formats a line of the token file.
 fn line(
     name: &str,
     roles: &[TokenRole],
@@ -281,10 +281,11 @@ fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCo
         &add.environment,
         &add.tenant,
     ));
-    // Says so if there is one of that name.
+    // Fails if a token of that name exists.
     let path = paths.tokens.display();
     text.parse::<Tokens>().with_context(|| format!("{path}"))?;
-    // In one step: a server that reads meanwhile sees all of the old or all of the new.
+    // The file is replaced atomically: a server that reads it meanwhile gets the old or the new
+    // content.
     let fresh = paths.tokens.with_extension("new");
     let write = || -> std::io::Result<()> {
         let mut file = OpenOptions::new()
@@ -370,7 +371,7 @@ async fn serve_rendezvous(args: RendezvousArgs, paths: RendezvousPaths) -> anyho
     announce(&args, &paths, &listener, metrics.as_ref(), tls.as_deref())?;
     if let Some(metrics) = metrics {
         let rendezvous = rendezvous.clone();
-        // Ends when the server stops.
+        // The task ends when the server stops.
         tokio::spawn(async move { rendezvous.serve_metrics(metrics).await });
     }
     let serving = tokio::spawn({
@@ -391,7 +392,7 @@ async fn serve_rendezvous(args: RendezvousArgs, paths: RendezvousPaths) -> anyho
                 if let Some(issuer) = &mut issuer {
                     issuer.upkeep(true);
                 }
-                // Without waiting for the next look: who was taken away is out now.
+                // Checks all connections immediately, so that those of removed tokens close now.
                 upkeep.reset_immediately();
                 if let Some(tls) = &tls {
                     log_reload("certificate", tls.reload().map(|()| true));
@@ -423,7 +424,8 @@ async fn serve_rendezvous(args: RendezvousArgs, paths: RendezvousPaths) -> anyho
                             rendezvous.set_tokens(tokens).await;
                             tracing::info!("reloaded the tokens");
                         }
-                        // A file with a mistake must not close all connections.
+                        // A syntax error in the file must not close all connections, so the old
+                        // tokens stay valid.
                         Err(error) => tracing::error!("cannot reload the tokens, keeping the old ones: {error:#}"),
                     }
                 }
@@ -549,7 +551,7 @@ impl StoreAndRouter {
     }
 }
 
-/// The machine's name and something that makes it this process's.
+/// Default node name: the host name and a random suffix.
 #[cfg(feature = "fleet")]
 fn node_name() -> anyhow::Result<String> {
     let machine = rustix::system::uname();
@@ -618,7 +620,7 @@ fn announce(
     let reach = args.public_url.as_deref().unwrap_or(&url);
     let (scheme, host) = reach.split_once("://").unwrap_or((scheme, reach));
     let host = host.trim_end_matches('/');
-    // Without more words a registry means TLS, except on this machine itself.
+    // A `registry://` URL means TLS unless its host is this machine.
     let here = ["127.", "localhost", "[::1]"]
         .iter()
         .any(|name| host.starts_with(name));
@@ -656,7 +658,7 @@ Tokens: {}   State: {}",
     Ok(())
 }
 
-/// A path as it can be typed.
+/// Quotes a path for the shell if necessary.
 fn quoted(path: &Path) -> String {
     let text = path.display().to_string();
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+~@:,".contains(c);

@@ -1,4 +1,4 @@
-//! A policy from options of the command line.
+//! Sandbox policy of the command line's options.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -10,7 +10,7 @@ use exec_server_protocol::sandbox::{
 
 use super::args::{SandboxArg, SandboxArgs, SwitchArg};
 
-/// The policy that the options ask for, if any; paths are relative to the working directory.
+/// Builds the policy of the options, if there are any; paths are relative to the working directory.
 pub(super) fn of(args: &SandboxArgs, cwd: &Path) -> anyhow::Result<Option<Sandbox>> {
     let Some(policy) = args.sandbox else {
         return Ok(None);
@@ -36,7 +36,7 @@ pub(super) fn of(args: &SandboxArgs, cwd: &Path) -> anyhow::Result<Option<Sandbo
             let path = PathUri::from_native(&plain(&cwd.join(path)))?;
             let mut entry = entry(EntryPath::Path { path }, access);
             if access == PathAccess::Deny {
-                // A name that is not there yet has nothing to hide.
+                // A path that does not exist needs no rule.
                 entry.missing_path_behavior = Some(MissingPathBehavior::Skip);
             }
             entries.push(entry);
@@ -57,7 +57,7 @@ pub(super) fn of(args: &SandboxArgs, cwd: &Path) -> anyhow::Result<Option<Sandbo
     Ok(Some(sandbox))
 }
 
-/// Without `.` and `..`, which a URI has no use for.
+/// Removes `.` and `..`, which a URI cannot contain.
 fn plain(path: &Path) -> PathBuf {
     let mut plain = PathBuf::new();
     for part in path.components() {

@@ -30,7 +30,8 @@ use super::{access, remote, systemd};
 /// How often certificates are checked for changes.
 const CERTIFICATE_PERIOD: Duration = Duration::from_secs(5);
 
-/// Time after which the code of start-up has run, and its pages leave the resident memory.
+/// Time after which the start-up code is no longer needed, and its pages are released from resident
+/// memory.
 const START_UP: Duration = Duration::from_secs(1);
 
 /// Serves until SIGTERM or SIGINT; a daemon also until it was unused for its idle timeout.
@@ -40,12 +41,13 @@ pub(super) fn run(args: ServeArgs, idle: Option<IdleDetector>) -> anyhow::Result
     remote::check(&settings, &args.remote)?;
     remote::hide_api_key(&settings)?;
     let handed_over = systemd::announced_sockets();
-    // The guardian is as precious as the server.
+    // The guardian gets the same protection from the out-of-memory killer as the server.
     let protected = own::protect_from_lack_of_memory();
-    // Inherited by the guardian, and before any secret is read.
+    // Set before the guardian is forked, which inherits it, and before any secret is read.
     own::hide_from_other_processes().context("cannot protect this process")?;
     own::erase_variables(&settings::SECRET_VARIABLES);
-    // Before any thread: a fork copies only the calling thread. And before any secret is read.
+    // The guardian is forked before threads exist, because a fork copies only the calling thread,
+    // and before any secret is read.
     exec_server_executor::split_guardian().context("cannot start the guardian")?;
     protect_files(&settings, idle.as_ref().map(|idle| idle.directory()));
     let log = log::start(&settings)?;
@@ -56,14 +58,15 @@ pub(super) fn run(args: ServeArgs, idle: Option<IdleDetector>) -> anyhow::Result
         "protected from a lack of memory; files that may be open"
     );
     let runtime = runtime(settings.count("threads")).context("cannot start the runtime")?;
-    // Held to the very end: the next daemon starts only after this one has ended.
+    // The lock is held until this process exits: the next daemon starts only after this one has
+    // ended.
     let _lock = runtime.block_on(serve(args, settings, handed_over, log, idle))?;
-    // Threads that still wait for a disk or a terminal must not keep a finished server alive.
+    // Threads that are blocked on a disk or a terminal must not delay the exit of the server.
     runtime.shutdown_background();
     Ok(ExitCode::SUCCESS)
 }
 
-/// Keeps file requests away from the files of this server and from its guardian.
+/// Protects the files of this server and its guardian from file requests.
 fn protect_files(settings: &Settings, directory: Option<&Path>) {
     let mut paths = settings.protected_paths();
     paths.extend(directory.map(Path::to_owned));
@@ -71,14 +74,14 @@ fn protect_files(settings: &Settings, directory: Option<&Path>) {
     exec_server_executor::fs::protect(paths, guardian.into_iter().collect());
 }
 
-/// A runtime with this many worker threads, or as many as suit the machine.
+/// Creates a runtime with this number of worker threads, or a number for this machine.
 pub(super) fn runtime(threads: Option<usize>) -> std::io::Result<tokio::runtime::Runtime> {
-    /// How many task polls may pass before sockets are polled again. The usual sixty are a few
-    /// milliseconds while output floods, which a keystroke would have to wait for.
+    /// Number of task polls before sockets are polled again. The default of 61 takes a few
+    /// milliseconds while output floods, which would delay a keystroke.
     const EVENT_INTERVAL: u32 = 2;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    // With few cores the processes and their clients need them more than a second worker would
-    // help: waking it costs more than it does.
+    // With one or two cores, one worker: the processes and their clients need the cores, and waking
+    // a second worker costs more than it gains.
     let threads = threads.unwrap_or(if cores <= 2 { 1 } else { cores });
     let mut builder = if threads == 1 {
         tokio::runtime::Builder::new_current_thread()
@@ -154,7 +157,7 @@ async fn serve(
     }
     let mut tasks = JoinSet::new();
     for listener in listeners {
-        // Each ends when the server has.
+        // Each task ends when the server has stopped.
         tasks.spawn(listener.serve(server.clone()));
     }
     if let Some(listener) = metrics {
@@ -194,7 +197,7 @@ async fn over(
     }
 }
 
-/// The audit log, if there is to be one.
+/// Opens the audit log, if one is configured.
 fn audit(settings: &Settings) -> anyhow::Result<Option<Audit>> {
     let Some(path) = settings.path("audit.file") else {
         return Ok(None);
@@ -222,7 +225,7 @@ async fn metrics_listener(settings: &Settings) -> anyhow::Result<Option<TcpListe
     Ok(Some(listener))
 }
 
-/// The one connection over standard input and output.
+/// Serves the one connection over standard input and output.
 async fn serve_stdio(server: &ExecServer, stop: StopSignals) -> anyhow::Result<()> {
     let link = stdio::own().context("cannot use standard input and output")?;
     let name = "exec-server stdio".to_owned();
@@ -234,7 +237,7 @@ async fn serve_stdio(server: &ExecServer, stop: StopSignals) -> anyhow::Result<(
     Ok(())
 }
 
-/// The signals that end a server.
+/// Signals that end a server.
 pub(super) struct StopSignals {
     terminate: Signal,
     interrupt: Signal,
@@ -271,7 +274,7 @@ impl StopSignals {
 struct ListenerSetup {
     guard: Arc<ConnectionGuard>,
     tls: Option<Arc<TlsServer>>,
-    /// Whether others on the network may reach it.
+    /// Whether other machines may reach the listener.
     exposed: bool,
 }
 
@@ -290,7 +293,7 @@ impl ListenerSetup {
                 None => listener,
             });
         }
-        // With sockets from the service manager, `listen` counts only if it is given.
+        // With sockets from the service manager, `listen` is used only if it is set explicitly.
         let own = handed_over == 0 || settings.is_set("listen");
         for url in urls.iter().filter(|_| own) {
             match (url, &self.tls) {
@@ -310,13 +313,13 @@ impl ListenerSetup {
     }
 }
 
-/// Where settings say to listen, as they say it.
+/// The configured listen URLs, as written in the settings.
 fn listened(settings: &Settings) -> Vec<String> {
     let urls = settings.list("listen");
     urls.into_iter().map(str::to_owned).collect()
 }
 
-/// Reloads, certificate checks and watchdog messages beside serving.
+/// Background work of a server: reloads, certificate checks and watchdog messages.
 struct ServerUpkeep {
     /// The directory of a daemon.
     directory: Option<PathBuf>,
@@ -324,7 +327,7 @@ struct ServerUpkeep {
     log: LogControl,
     setup: ListenerSetup,
     server: ExecServer,
-    /// The configured listeners, to notice changes.
+    /// The configured listeners, to detect changes at a reload.
     listen: Vec<String>,
 }
 
@@ -346,7 +349,7 @@ impl ServerUpkeep {
         }
     }
 
-    /// Reloads everything; an error leaves the old settings in force.
+    /// Reloads everything; after an error the old settings stay in force.
     fn reload(&self) {
         let outcome = Settings::resolve(&self.args).and_then(|settings| {
             let rules = access::rules(&settings)?;
@@ -366,7 +369,7 @@ impl ServerUpkeep {
             if let Some(tls) = &self.setup.tls {
                 tls.reload()?;
             }
-            // New secrets are out of reach before they are used.
+            // Files of new secrets are protected before the secrets are used.
             protect_files(&settings, self.directory.as_deref());
             self.setup.guard.set_rules(rules);
             self.server.set_limits(&config);

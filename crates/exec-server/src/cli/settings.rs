@@ -23,24 +23,24 @@ use super::access;
 use super::args::{ServeArgs, parse_duration};
 use super::own_socket;
 
-/// The variable that names the file.
+/// Variable with the path of the settings file.
 pub(super) const FILE_VARIABLE: &str = "EXEC_SERVER_CONFIG";
-/// A client's token, or the file that holds it.
+/// Variables with a client's token, or with the file that holds it.
 pub(super) const TOKEN_VARIABLE: &str = "EXEC_SERVER_TOKEN";
 pub(super) const TOKEN_FILE_VARIABLE: &str = "EXEC_SERVER_TOKEN_FILE";
-/// An executor's token for its registry.
+/// Variable with an executor's token for its registry.
 pub(super) const API_KEY_VARIABLE: &str = "EXEC_SERVER_API_KEY";
-/// The same, as compatible executors have it; and an agent's identity.
+/// Variables of compatible executors: the token, and an agent's identity.
 pub(super) const CODEX_API_KEY_VARIABLE: &str = "CODEX_API_KEY";
 pub(super) const ACCESS_TOKEN_VARIABLE: &str = "CODEX_ACCESS_TOKEN";
-/// Says on which descriptor those were handed over.
+/// Variable with the number of the pipe's descriptor that contains these values.
 pub(super) const KEY_DESCRIPTOR_VARIABLE: &str = "EXEC_SERVER_INTERNAL_KEY_FD";
-/// Where an agent registers its tasks.
+/// Variable with the URL where an agent registers its tasks.
 pub(super) const AGENT_AUTH_API_VARIABLE: &str = "EXEC_SERVER_AGENT_AUTH_API";
-/// Where keys are kept.
+/// Variable with the directory of keys and state.
 pub(super) const STATE_VARIABLE: &str = "EXEC_SERVER_STATE_DIR";
 
-/// Variables that are about this program alone: children do not get them.
+/// Variables of this program that children do not inherit.
 const PRIVATE_VARIABLES: &[&str] = &[
     TOKEN_VARIABLE,
     TOKEN_FILE_VARIABLE,
@@ -63,7 +63,7 @@ pub(super) enum ValueKind {
     Text,
     Choice(&'static [&'static str]),
     List,
-    /// A whole number of at least this much.
+    /// A whole number with this minimum.
     Count(i64),
     /// Bytes: a number, or one with KiB, MiB or GiB.
     Size,
@@ -88,7 +88,7 @@ impl fmt::Display for ValueKind {
 pub(super) const MODES: &[&str] = &["capability-token", "signed-bearer-token"];
 pub(super) const FORMATS: &[&str] = &["text", "json"];
 
-/// Every key there is, in the order in which they are shown.
+/// All keys, in the order in which they are shown.
 pub(super) const KEYS: &[(&str, ValueKind)] = &[
     ("listen", ValueKind::List),
     ("threads", ValueKind::Count(1)),
@@ -160,7 +160,7 @@ pub(super) const KEYS: &[(&str, ValueKind)] = &[
     ("audit.redact", ValueKind::List),
 ];
 
-/// Where a value came from.
+/// Origin of a value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Origin {
     Default,
@@ -184,18 +184,18 @@ impl fmt::Display for Origin {
 #[derive(Debug, Clone)]
 pub(super) struct Settings {
     values: BTreeMap<&'static str, (Value, Origin)>,
-    /// The settings file, if there is one.
+    /// Path of the settings file, if there is one.
     file: Option<PathBuf>,
 }
 
-/// A variable of the environment, if it is set to a text.
+/// Value of an environment variable, if it is set and valid UTF-8.
 pub(super) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
 impl Settings {
-    /// Resolves: a flag wins over the environment, which wins over the file, which wins over the
-    /// default.
+    /// Resolves the settings: flags override the environment, which overrides the file, which
+    /// overrides the defaults.
     pub(super) fn resolve(args: &ServeArgs) -> anyhow::Result<Self> {
         Self::layered(args, variable)
     }
@@ -238,7 +238,7 @@ impl Settings {
         for (name, flag, value) in flags(args) {
             settings.put(name, value, Origin::Flag(flag.to_owned()))?;
         }
-        // A service manager that hands over sockets has decided where to listen.
+        // If the service manager passes sockets, the default listener is not used.
         let is_handed_over = env("LISTEN_FDS").is_some();
         let is_chosen = settings.is_set("listen") || settings.is_remote() || is_handed_over;
         if args.is_own && !is_chosen {
@@ -274,7 +274,7 @@ impl Settings {
         Ok(())
     }
 
-    /// Takes a value if it is of the key's kind.
+    /// Sets a value; fails if it is not of the key's kind.
     fn put(&mut self, name: &str, value: Value, origin: Origin) -> anyhow::Result<()> {
         let Some(&(name, kind)) = KEYS.iter().find(|(key, _)| *key == name) else {
             bail!(unknown(name, &origin.to_string()));
@@ -295,7 +295,7 @@ impl Settings {
         Ok(())
     }
 
-    /// Every key that there is, with its value if it has one and where that came from.
+    /// All keys, each with its value and its origin if it has one.
     pub(super) fn iter(&self) -> impl Iterator<Item = (&'static str, Option<&(Value, Origin)>)> {
         KEYS.iter().map(|&(name, _)| (name, self.values.get(name)))
     }
@@ -305,7 +305,7 @@ impl Settings {
         self.values.get(name).map(|(value, _)| value)
     }
 
-    /// A text, unless it is empty.
+    /// The text of a key, unless it is empty.
     pub(super) fn text(&self, name: &str) -> Option<&str> {
         self.value(name)?.as_str().filter(|text| !text.is_empty())
     }
@@ -344,7 +344,7 @@ impl Settings {
             .is_some_and(|(_, origin)| given(origin))
     }
 
-    /// Where to listen.
+    /// The configured listen URLs.
     pub(super) fn listen(&self) -> anyhow::Result<Vec<ListenUrl>> {
         let urls: Result<Vec<ListenUrl>, _> =
             self.list("listen").into_iter().map(str::parse).collect();
@@ -393,8 +393,8 @@ impl Settings {
         let mut files: Vec<PathBuf> = tokens
             .chain(named)
             .chain(settings)
-            // A policy speaks of whole paths. And a descriptor or a device is not a file to hide:
-            // what it leads to is not a file of the server.
+            // A policy contains absolute paths. Descriptors and devices are left out, because they
+            // are not files of the server.
             .filter_map(|path| std::path::absolute(path).ok())
             .filter(|path| !path.starts_with("/dev") && !path.starts_with("/proc"))
             .collect();
@@ -403,8 +403,8 @@ impl Settings {
         files
     }
 
-    /// The files and directories of this server that file requests must not reach: besides those
-    /// with secrets, its settings, its state, its executable and its sockets.
+    /// Files and directories of this server that file requests must not reach: files with secrets,
+    /// its settings, its state, its executable and its sockets.
     pub(super) fn protected_paths(&self) -> Vec<PathBuf> {
         let sockets = self.listen().unwrap_or_default().into_iter();
         let sockets = sockets.filter_map(|url| match url {
@@ -421,7 +421,7 @@ impl Settings {
         self.text("remote.url").is_some()
     }
 
-    /// The file with the keys that clients know this machine by.
+    /// The file with the identity keys of this machine.
     pub(super) fn identity_file(&self) -> Option<PathBuf> {
         let given = self.path("remote.identity_file");
         given.or_else(|| Some(state_directory()?.join("executor.identity")))
@@ -457,7 +457,7 @@ impl Settings {
         })
     }
 
-    /// The files that configure clients on this machine: those of Codex by default.
+    /// Configuration files of clients on this machine; by default those of Codex.
     fn config_files(&self, environment: &BTreeMap<String, String>) -> ConfigFiles {
         let user = host::home(environment, host::account().as_ref());
         let own = environment.get("CODEX_HOME").map(PathBuf::from);
@@ -482,7 +482,7 @@ impl Settings {
     ///
     /// # Errors
     ///
-    /// When a value is of the right kind and yet makes no sense.
+    /// When a value has the right kind but is out of range or contradicts another.
     pub(super) fn server(&self) -> anyhow::Result<ExecServerConfig> {
         let defaults = ExecServerConfig::default();
         let count = |name, default| self.count(name).unwrap_or(default);
@@ -566,7 +566,8 @@ fn typed(kind: ValueKind, text: &str) -> Value {
         ValueKind::Count(_) | ValueKind::Size | ValueKind::Time => {
             text.parse().map_or_else(|_| plain(), Value::Integer)
         }
-        // Several are written as in the file; a single one needs no ceremony.
+        // A list has the syntax of the settings file; a single element may be written without
+        // brackets.
         ValueKind::List => match format!("list = {text}").parse::<toml::Table>() {
             Ok(mut table) if text.starts_with('[') => table.remove("list").unwrap_or_else(plain),
             _ => Value::Array(vec![plain()]),
@@ -600,7 +601,7 @@ fn time(value: &Value) -> Option<Duration> {
     }
 }
 
-/// The default values; keys that are not here have none.
+/// Default values; other keys have no default.
 fn defaults() -> Vec<(&'static str, Value)> {
     let config = ExecServerConfig::default();
     let count = |number: usize| Value::Integer(i64::try_from(number).unwrap_or(i64::MAX));
@@ -838,7 +839,7 @@ fn flags(args: &ServeArgs) -> Vec<(&'static str, &'static str, Value)> {
     given
 }
 
-/// Where this program keeps its keys and the keys it trusts.
+/// Directory of this program's keys and of the keys that it trusts.
 pub(super) fn state_directory() -> Option<PathBuf> {
     let given = |name: &str| variable(name).filter(|path| !path.is_empty());
     given(STATE_VARIABLE)
@@ -854,8 +855,8 @@ pub(super) fn own_paths() -> Vec<PathBuf> {
     program.chain(state_paths()).collect()
 }
 
-/// The state directory; or, if it contains the user's home or the working directory, as where a
-/// service manager makes it the home, the files that this program stores in it.
+/// The state directory. If it contains the user's home or the working directory, as a service
+/// manager may configure it, the files that this program stores in it instead.
 fn state_paths() -> Vec<PathBuf> {
     const NAMES: [&str; 4] = [
         "executor.identity",
@@ -890,13 +891,13 @@ pub(super) const SECRET_VARIABLES: [&str; 4] = [
     "EXEC_SERVER_NOISE_AUTH_TOKEN",
 ];
 
-/// The user's home.
+/// Home directory of the user.
 pub(super) fn home_directory() -> Option<PathBuf> {
     let home = std::env::var_os("HOME").map(PathBuf::from);
     home.filter(|home| home.is_absolute())
 }
 
-/// Where this program keeps what it can make again.
+/// Cache directory of this program.
 pub(super) fn cache_directory() -> Option<PathBuf> {
     let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
     let cache = cache.filter(|cache| cache.is_absolute());
@@ -904,15 +905,15 @@ pub(super) fn cache_directory() -> Option<PathBuf> {
     Some(cache.join("exec-server"))
 }
 
-/// Where sockets of this login session go, if it has such a place.
+/// Runtime directory for sockets of this login session, if there is one.
 pub(super) fn runtime_directory() -> Option<PathBuf> {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
     let runtime = runtime.filter(|runtime| runtime.is_absolute())?;
     Some(runtime.join("exec-server"))
 }
 
-/// Variables that mean something for one login or another server only: a daemon, which outlives
-/// one and is not the other, starts without them.
+/// Variables that apply to one login session or to another server only. A daemon outlives the login
+/// session, so it starts without them.
 pub(super) fn names_of_one_login() -> Vec<OsString> {
     /// Settings that the user of a daemon may set for every login.
     const KEPT: [&str; 4] = ["LIMITS_", "TIMES_", "LOG_", "AUDIT_"];
@@ -928,7 +929,7 @@ pub(super) fn names_of_one_login() -> Vec<OsString> {
         .collect()
 }
 
-/// This program's environment, without what concerns it alone; variables that are not text are
+/// Environment of this program without its own settings; variables that are not valid UTF-8 are
 /// left out.
 pub(super) fn environment() -> BTreeMap<String, String> {
     std::env::vars_os()
@@ -1086,7 +1087,7 @@ mod tests {
                 )
             };
             if let Some(default) = defaults.get(name) {
-                // Lists that are empty by default show what could be in them.
+                // Keys whose default is an empty list have an example value in the file.
                 let shown = default.as_array().is_some_and(Vec::is_empty) || same(default);
                 assert!(shown, "{name} is {default} by default, not {value}");
             }

@@ -1,4 +1,4 @@
-//! `ssh://` servers: from flags and environment to what the client needs.
+//! `ssh://` servers: client options from flags and environment.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,13 +15,13 @@ use super::settings;
 /// Scheme of the URLs of ssh environments.
 pub(super) const SCHEME: &str = "ssh://";
 
-/// Names the executable to install on other machines.
+/// Variable with the executable to install on other machines.
 const BINARY_VARIABLE: &str = "EXEC_SERVER_LOCAL_BINARY";
 
-/// The longest directory that sockets may be in; `SshHost::new` refuses longer ones.
+/// Maximum length of the path of the socket directory; `SshHost::new` refuses longer ones.
 const MAX_DIRECTORY: usize = 55;
 
-/// How to reach a URL, with what flags say about it.
+/// Connection options of a URL, with the flags that apply to it.
 pub(super) fn at_url(url: &str, args: &SshArgs) -> anyhow::Result<Target> {
     let url: SshUrl = url.parse()?;
     let mut target = Target::new(SshOptions::new(url, directory()));
@@ -30,7 +30,8 @@ pub(super) fn at_url(url: &str, args: &SshArgs) -> anyhow::Result<Target> {
     adapt(target, args)
 }
 
-/// The same for this program, which can be installed elsewhere and may have a terminal.
+/// Adds the options of this program, which can be installed on other machines and may have a
+/// terminal.
 pub(super) fn adapt(mut target: Target, args: &SshArgs) -> anyhow::Result<Target> {
     let ssh = &mut target.ssh;
     ssh.directory = directory();
@@ -48,7 +49,8 @@ pub(super) fn adapt(mut target: Target, args: &SshArgs) -> anyhow::Result<Target
     Ok(target)
 }
 
-/// Where our sockets are: with others of this login, or where every user can have a directory.
+/// Directory of this program's sockets: that of the login session, or one in a directory that every
+/// user can write.
 fn directory() -> PathBuf {
     let fits = |path: &PathBuf| path.as_os_str().len() <= MAX_DIRECTORY;
     settings::runtime_directory()

@@ -24,7 +24,7 @@ pub(super) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
         client.call::<Status>(&NoParams).await?;
         let answered = sent_at.elapsed();
         let info = client.environment_info().await.ok();
-        // Refused if the token lacks the scope `observe`.
+        // The request is refused if the token lacks the scope `observe`.
         let listed = client.call::<List>(&ListParams { all: true }).await.ok();
         let path = |path: Option<&PathUri>| path.map(ToString::to_string);
         let processes = listed.map(|listed| {

@@ -9,14 +9,15 @@ use exec_server_sys::activation;
 
 use super::settings::variable;
 
-/// Sockets that were announced to this very process; to be asked before it forks.
+/// Number of sockets that the service manager passed to this process; must be read before a fork
+/// changes the pid.
 pub(super) fn announced_sockets() -> usize {
     let number = |name| variable(name)?.parse::<usize>().ok();
     let meant = number("LISTEN_PID") == usize::try_from(std::process::id()).ok();
     number("LISTEN_FDS").filter(|_| meant).unwrap_or(0)
 }
 
-/// Takes the sockets that were announced.
+/// Takes the inherited sockets.
 pub(super) fn take_sockets(count: usize) -> std::io::Result<Vec<OwnedFd>> {
     activation::take(count)
 }
@@ -37,14 +38,14 @@ pub(super) fn notify(state: &str) {
     }
 }
 
-/// Reports that a reload begins, with the time that distinguishes it from an earlier one.
+/// Reports the beginning of a reload, with the time that distinguishes it from an earlier one.
 pub(super) fn notify_reloading() {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let micros = i128::from(now.tv_sec) * 1_000_000 + i128::from(now.tv_nsec) / 1000;
     notify(&format!("RELOADING=1\nMONOTONIC_USEC={micros}"));
 }
 
-/// How often a watchdog wants a sign of life: twice within its timeout.
+/// Interval of watchdog messages: half of the watchdog's timeout.
 pub(super) fn watchdog() -> Option<Duration> {
     let micros: u64 = variable("WATCHDOG_USEC")?.parse().ok()?;
     Some(Duration::from_micros(micros / 2)).filter(|period| !period.is_zero())

@@ -1,6 +1,6 @@
-//! Tables, sizes, ages and foreign text as the command line prints them.
+//! Formatting of tables, sizes, ages and untrusted text.
 
-/// A heading and rows, each column as wide as its widest cell. Each row stays on one line.
+/// Formats a heading and rows, each column as wide as its widest cell. Each row stays on one line.
 pub(super) fn table<Row: AsRef<[String]>>(
     head: &[&str],
     rows: impl IntoIterator<Item = Row>,
@@ -10,7 +10,7 @@ pub(super) fn table<Row: AsRef<[String]>>(
     columns([head].into_iter().chain(rows), None)
 }
 
-/// Rows without a heading. The column with the index `right` is aligned to the right.
+/// Formats rows without a heading. The column with the index `right` is aligned to the right.
 pub(super) fn columns(rows: impl IntoIterator<Item = Vec<String>>, right: Option<usize>) -> String {
     let shown = |row: Vec<String>| row.iter().map(|cell| visible(cell)).collect();
     let rows: Vec<Vec<String>> = rows.into_iter().map(shown).collect();
@@ -34,7 +34,7 @@ pub(super) fn columns(rows: impl IntoIterator<Item = Vec<String>>, right: Option
             });
         }
         line.push_str(last);
-        // No blanks in front of an empty cell at the end; those at the end of a name stay.
+        // An empty last cell adds no blanks; blanks at the end of a name are kept.
         text.push_str(if last.is_empty() {
             line.trim_end()
         } else {
@@ -45,8 +45,8 @@ pub(super) fn columns(rows: impl IntoIterator<Item = Vec<String>>, right: Option
     text
 }
 
-/// Text of another machine on one line, without characters that would control a terminal or reorder
-/// the line.
+/// Escapes text of another machine for one line: characters that control a terminal or reorder the
+/// line.
 pub(super) fn visible(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {

@@ -1,4 +1,4 @@
-//! This program's own terminal: its size, and its raw mode while a command has it.
+//! Terminal of this program: its size, and its raw mode while a command uses it.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +23,7 @@ pub(super) fn is_interactive() -> bool {
     termios::isatty(rustix::stdio::stdin()) && termios::isatty(rustix::stdio::stdout())
 }
 
-/// Whether standard input is where nothing ever comes from: `/dev/null`.
+/// Whether standard input is `/dev/null`, which never contains input.
 pub(super) fn is_input_null() -> bool {
     let (Ok(input), Ok(null)) = (
         rustix::fs::fstat(rustix::stdio::stdin()),
@@ -48,11 +48,11 @@ pub(super) fn ring() {
     let _ = rustix::io::write(rustix::stdio::stderr(), b"\x07");
 }
 
-/// Raw mode on standard input, until dropped: every key goes to the command.
+/// Raw mode on standard input until this is dropped: every key goes to the command.
 pub(super) struct RawMode(Termios);
 
 impl RawMode {
-    /// Switches to raw mode; `None` if standard input is no terminal.
+    /// Switches to raw mode; `None` if standard input is not a terminal.
     pub(super) fn enter() -> io::Result<Option<Self>> {
         let stdin = rustix::stdio::stdin();
         if !termios::isatty(stdin) {
@@ -70,7 +70,8 @@ impl RawMode {
 
 impl Drop for RawMode {
     fn drop(&mut self) {
-        // Without waiting for output, which the terminal may have stopped.
+        // Restores the mode without waiting for output, because the user may have stopped it with
+        // ^S.
         let _ = termios::tcsetattr(rustix::stdio::stdin(), OptionalActions::Now, &self.0);
         IS_RAW.store(false, Ordering::Relaxed);
     }

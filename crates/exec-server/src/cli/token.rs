@@ -48,7 +48,8 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
             }
             let scope = match scope {
                 None => None,
-                // Checked now: a misspelt scope would only show as a refusal later.
+                // Scopes are checked now: a misspelt scope would otherwise appear only as a refused
+                // request.
                 Some(text) => Some(text.parse::<Scopes>()?.to_string()),
             };
             let now = now();
@@ -89,7 +90,7 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// 32 bytes of the system's randomness, as text.
+/// 32 random bytes of the system, as text.
 pub(super) fn random() -> anyhow::Result<Secret> {
     let mut bytes = [0; 32];
     let got = getrandom(&mut bytes, GetRandomFlags::empty()).context("cannot get random bytes")?;
@@ -107,7 +108,7 @@ fn now() -> i64 {
 /// Description of a token, and whether a check failed.
 fn inspect(token: &Secret, secret: Option<Secret>) -> (Value, bool) {
     let Ok((header, claims)) = jwt::inspect(token) else {
-        // A capability token: nothing can be seen in it, and it is not shown.
+        // A capability token has no readable content, and it is not printed.
         let report = json!({
             "kind": "capability-token",
             "sha256": hex(Sha256::digest(token.expose())),

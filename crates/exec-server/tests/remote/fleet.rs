@@ -565,7 +565,7 @@ async fn deleted_bucket_is_restored_from_the_nodes() {
     assert_eq!(status, 200);
     let answer = fleet
         .nats
-        .ask("$JS.API.STREAM.DELETE.KV_exec-server", "")
+        .request("$JS.API.STREAM.DELETE.KV_exec-server", "")
         .await;
     assert_eq!(answer["success"], true, "{answer}");
     fleet.wait_logged(0, "the bucket was deleted").await;
@@ -1212,7 +1212,7 @@ async fn events_of_every_node_are_received_at_each_node() {
     // Messages that no node has sent.
     let forged = r#"{"event":"a\ndata: {}","tenant":"acme","data":{"node":"x"}}"#;
     for message in ["", "nonsense", "7", forged] {
-        fleet.nats.publish("exec-server.e", message).await;
+        fleet.nats.publish_message("exec-server.e", message).await;
     }
     // Each event once, regardless of the node, and only those of the admin's tenant.
     let start = async |node, tenant: &str, name: &str| {

@@ -1,4 +1,4 @@
-//! `fs rm`, `fs mv`, `fs cp`: changes that need no bytes of this machine.
+//! `fs rm`, `fs mv`, `fs cp`: changes of files within the server.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -25,7 +25,7 @@ pub(super) async fn rm(location: &FilesLocation, args: &RmArgs) -> anyhow::Resul
 async fn remove(location: &FilesLocation, path: &Path, args: &RmArgs) -> anyhow::Result<()> {
     let uri = location.uri(path).await?;
     if !args.recursive {
-        // An empty directory could be removed like a file, which would surprise users of `rm`.
+        // The server would remove an empty directory like a file; users of `rm` expect an error.
         let found = location.files.metadata(&uri, Default::default()).await;
         if found.is_ok_and(|found| found.is_directory && !found.is_symlink) {
             bail!(

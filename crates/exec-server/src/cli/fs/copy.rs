@@ -1,4 +1,4 @@
-//! `cp`, `fs put`, `fs get`, `fs cat`: bytes between this machine and another.
+//! `cp`, `fs put`, `fs get`, `fs cat`: transfers between this machine and another.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -40,7 +40,7 @@ pub(super) async fn cat(location: &FilesLocation, args: &CatArgs) -> anyhow::Res
 /// The reader of standard output.
 enum OutputReaderState {
     Listens,
-    /// Has seen enough, as `head` does.
+    /// The reader needs no more output, as `head` does.
     Left,
 }
 
@@ -65,7 +65,7 @@ async fn print_file(location: &FilesLocation, path: &Path) -> anyhow::Result<Out
     Ok(OutputReaderState::Listens)
 }
 
-/// Sends what comes in, whole or not at all where the server can.
+/// Sends standard input to a file; atomically if the server supports it.
 async fn put_stdin(location: &FilesLocation, target: &Path) -> anyhow::Result<ExitCode> {
     let failed = || format!("cannot write `{}`", target.display());
     let uri = location.uri(target).await?;
@@ -119,7 +119,7 @@ pub(super) async fn get(location: &FilesLocation, args: &TransferArgs) -> anyhow
     fetch(location, sources, target, args.flags).await
 }
 
-/// A single path goes to the directory at hand.
+/// A single path is copied to the current directory.
 fn with_default(paths: &[PathBuf]) -> (&[PathBuf], &Path) {
     match sources_and_target(paths) {
         Ok((sources, target)) => (sources, target),
@@ -131,7 +131,8 @@ fn with_default(paths: &[PathBuf]) -> (&[PathBuf], &Path) {
 #[derive(Debug, PartialEq, Eq)]
 enum CopySide {
     Here(PathBuf),
-    /// In this environment or on the server of this URL, or else at the target of the options.
+    /// A path of this environment or of the server of this URL, or else of the target of the
+    /// options.
     There(Option<String>, PathBuf),
 }
 
@@ -175,7 +176,7 @@ impl CopySide {
     }
 }
 
-/// How much of a text is the URL of a server, if it begins with one.
+/// Length of the server's URL at the start of a text, if there is one.
 fn url_length(text: &[u8]) -> Option<usize> {
     let until = |from: usize, stops: &[u8]| {
         let stop = text[from..].iter().position(|byte| stops.contains(byte));
@@ -204,7 +205,8 @@ fn url_length(text: &[u8]) -> Option<usize> {
             .iter()
             .take_while(|byte| byte.is_ascii_digit());
         let port_end = end + 1 + digits.count();
-        // Digits that end the text, or a path, are the port; others begin a path.
+        // Digits up to the end of the text or the next `/` are the port; other text after the colon
+        // is a path.
         if port_end > end + 1 && matches!(text.get(port_end), None | Some(b':' | b'/')) {
             end = port_end;
         }
@@ -234,7 +236,7 @@ pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
     let Some(server) = servers.next() else {
         bail!("neither side is on a server: write `:PATH` for a path there, or use plain `cp`");
     };
-    // A server that is named twice in different ways is taken for two.
+    // Two different names of one server count as two servers.
     let given = args.server.on.as_deref().or(args.server.url.as_deref());
     if servers.any(|other| other.or(given) != server.or(given)) {
         bail!("the paths are on different servers; copy from one at a time");
@@ -291,7 +293,7 @@ fn options(flags: CopyFlags, bar: &ProgressLine) -> TransferOptions {
     options
 }
 
-/// Whether what is in a directory is meant, rather than the directory: `DIR/.`.
+/// Whether a path means the entries of a directory and not the directory itself: `DIR/.`.
 fn means_content(path: &Path) -> bool {
     let bytes = path.as_os_str().as_bytes();
     bytes == b"." || bytes.ends_with(b"/.") || path.file_name().is_none()

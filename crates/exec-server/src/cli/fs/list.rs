@@ -24,7 +24,7 @@ use crate::cli::error::{notice, report};
 use crate::cli::print;
 use crate::cli::table::{bytes, columns, visible};
 
-/// Requests for metadata at a time.
+/// Maximum concurrent requests for metadata.
 const PARALLEL: usize = 32;
 
 /// One line of a listing.
@@ -50,7 +50,7 @@ pub(super) async fn ls(location: &FilesLocation, args: &LsArgs) -> anyhow::Resul
             let lines = match page.with_context(|| format!("cannot list `{}`", path.display())) {
                 Ok(Some(lines)) => lines,
                 Ok(None) => break,
-                // One path that cannot be listed does not hide the others.
+                // Other paths are still listed after one that cannot be.
                 Err(error) => {
                     report(&error);
                     code = ExitCode::FAILURE;
@@ -84,13 +84,13 @@ pub(super) async fn ls(location: &FilesLocation, args: &LsArgs) -> anyhow::Resul
     Ok(code)
 }
 
-/// The lines of one path, page by page.
+/// Lines of one path, loaded page by page.
 struct ListingLines<'a> {
     location: &'a FilesLocation,
     path: &'a PathUri,
     args: &'a LsArgs,
     has_printed: bool,
-    /// Of a directory, once it has been looked at.
+    /// Pages of a directory; `None` before the first request and for files.
     pages: Option<DirectoryPages>,
 }
 
@@ -105,7 +105,7 @@ impl<'a> ListingLines<'a> {
         }
     }
 
-    /// The next lines in order; nothing after the last ones.
+    /// Returns the next lines in order; `None` after the last ones.
     async fn next(&mut self) -> anyhow::Result<Option<Vec<ListingLine>>> {
         if !std::mem::replace(&mut self.has_printed, true) {
             let files = &self.location.files;
@@ -140,7 +140,7 @@ impl<'a> ListingLines<'a> {
     }
 }
 
-/// A file lists itself.
+/// The listing of a file contains the file itself.
 fn itself(path: &PathUri, found: MetadataResult) -> ListingLine {
     ListingLine {
         name: OsString::from(shown(path)),
@@ -195,7 +195,7 @@ async fn add_metadata(location: &FilesLocation, lines: &mut [ListingLine]) -> an
                     }
                     lines[number].found = Some(found);
                 }
-                // A dangling link, or gone meanwhile.
+                // A dangling link, or an entry that was removed meanwhile.
                 Err(error) if error.code() == Some(codes::NOT_FOUND) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -368,7 +368,7 @@ pub(super) async fn walk(location: &FilesLocation, args: &WalkArgs) -> anyhow::R
     })
 }
 
-/// Walks page by page until there are so many entries.
+/// Walks page by page until the requested number of entries is reached.
 async fn walk_pages(
     location: &FilesLocation,
     path: &PathUri,

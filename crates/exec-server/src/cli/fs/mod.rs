@@ -44,7 +44,7 @@ pub(super) fn run(args: &FsArgs) -> anyhow::Result<ExitCode> {
         }
     };
     let outcome = runtime.block_on(work);
-    // A thread may still wait for a pipe; it must not keep us.
+    // A thread may still block on a pipe, so the runtime is not awaited.
     runtime.shutdown_background();
     match outcome {
         Err(error) if matches!(args.command, FsCommand::Search(_)) => {
@@ -62,7 +62,7 @@ pub(super) fn run_cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
     outcome
 }
 
-/// Where the files are.
+/// Files of one server or of this machine, with the base of relative paths.
 struct FilesLocation {
     files: Arc<dyn ExecutorFileSystem>,
     /// Base directory of relative paths.
@@ -70,7 +70,7 @@ struct FilesLocation {
 }
 
 impl FilesLocation {
-    /// In the place that was named.
+    /// Connects to the files at the location.
     async fn new(location: on::CommandLocation) -> anyhow::Result<Self> {
         let here = || std::env::current_dir().context("no working directory");
         let on::CommandLocation::There(there) = location else {
@@ -101,7 +101,7 @@ impl FilesLocation {
         })
     }
 
-    /// An absolute path there; relative ones begin at the server's directory.
+    /// Returns the absolute path on the server; relative paths start at the server's directory.
     fn native(&self, path: &Path) -> anyhow::Result<PathBuf> {
         if path.is_absolute() {
             return Ok(path.to_owned());
@@ -115,7 +115,7 @@ impl FilesLocation {
         }
     }
 
-    /// The URI of a path there.
+    /// Converts a path on the server to a URI.
     ///
     /// The server resolves `..`, since links may lead elsewhere: this function asks for the
     /// resolved path and never sends `..` itself.
@@ -134,13 +134,13 @@ impl FilesLocation {
         Ok(uri(exact)?)
     }
 
-    /// Whether there is a directory, or a link to one.
+    /// Whether the path is a directory, or a link to one.
     async fn is_directory(&self, path: &PathUri) -> bool {
         let found = self.files.metadata(path, Default::default()).await;
         found.is_ok_and(|found| found.is_directory)
     }
 
-    /// Where something goes that is put at `target`: below it if that is a directory.
+    /// Destination path of a source: below `target` if that is a directory, otherwise `target`.
     async fn destination(&self, source: &Path, target: &Path) -> anyhow::Result<PathUri> {
         let target = self.uri(target).await?;
         if self.is_directory(&target).await
@@ -152,7 +152,7 @@ impl FilesLocation {
     }
 }
 
-/// The paths to take, and the one to put them to.
+/// Splits the arguments into the sources and the destination.
 fn sources_and_target<T>(paths: &[T]) -> anyhow::Result<(&[T], &T)> {
     match paths.split_last() {
         Some((target, sources)) if !sources.is_empty() => Ok((sources, target)),
@@ -160,7 +160,7 @@ fn sources_and_target<T>(paths: &[T]) -> anyhow::Result<(&[T], &T)> {
     }
 }
 
-/// A path of the other machine as bytes, for programs to read.
+/// A path of the server as bytes, for output that programs read.
 fn native_bytes(path: &PathUri) -> Vec<u8> {
     use std::os::unix::ffi::OsStringExt as _;
     match path.to_native() {
@@ -169,12 +169,12 @@ fn native_bytes(path: &PathUri) -> Vec<u8> {
     }
 }
 
-/// A path of the other machine as text, for people to read.
+/// A path of the server as escaped text, for output that people read.
 fn shown(path: &PathUri) -> String {
     String::from_utf8_lossy(&native_bytes(path)).into_owned()
 }
 
-/// Adds a line to what is printed: exact for programs, harmless for terminals.
+/// Appends a line to the output: exact if a program reads it, escaped if a terminal shows it.
 fn push_line(out: &mut Vec<u8>, line: &[u8], for_terminal: bool) {
     if for_terminal {
         out.extend_from_slice(visible(&String::from_utf8_lossy(line)).as_bytes());

@@ -10,10 +10,11 @@ use rustix::termios::{isatty, tcgetwinsize};
 
 use crate::cli::table::{bytes, visible};
 
-/// Often enough to look alive, seldom enough to cost nothing.
+/// Interval between two updates of the line: short enough to show progress, long enough to cost
+/// little.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// The line, if there is a terminal to show it on.
+/// The progress line; `None` without a terminal.
 pub(super) struct ProgressLine(Option<Arc<Mutex<ProgressState>>>);
 
 struct ProgressState {
@@ -86,6 +87,6 @@ fn render(progress: &TransferProgress<'_>, elapsed: Duration, width: usize) -> S
         left.as_secs() % 60,
         visible(&name.to_string_lossy()),
     );
-    // A line that wraps could not be taken back.
+    // The line must fit the width of the terminal: a wrapped line cannot be overwritten.
     text.chars().take(width.saturating_sub(1)).collect()
 }

@@ -1,4 +1,4 @@
-//! Output, keys and signals of a command, from its start to its end.
+//! Event loop of `run`: output, keys and signals of a command from its start to its exit.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,13 +22,13 @@ use super::loss::ConnectionLosses;
 use super::output::{self, Writer};
 use super::{OUR_FAILURE, TIMED_OUT, say};
 
-/// How long a command may take to end after SIGTERM or SIGHUP.
+/// Grace period of a command after SIGTERM or SIGHUP to this program.
 pub(super) const STOP_GRACE: Duration = Duration::from_secs(5);
 
-/// How long this program waits for the command after SIGTERM or SIGHUP before it ends itself.
+/// Time that this program waits for the command after SIGTERM or SIGHUP before it exits itself.
 const STOP_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// How long after SIGINT or SIGQUIT another one ends this program.
+/// Time after SIGINT or SIGQUIT in which a second one ends this program.
 const AGAIN: Duration = Duration::from_secs(5);
 
 /// A signal to this program.
@@ -41,7 +41,7 @@ pub(super) enum ReceivedSignal {
     Resize,
 }
 
-/// The signals that concern the command rather than this program.
+/// Signals that are forwarded to the command.
 pub(super) struct CommandSignals {
     interrupt: Signal,
     quit: Signal,
@@ -83,7 +83,7 @@ impl CommandSignals {
 }
 
 impl ReceivedSignal {
-    /// The exit code of a program that this signal has ended.
+    /// Exit code of a program that this signal has ended.
     fn code(self) -> u8 {
         let kind = match self {
             Self::Interrupt => SignalKind::interrupt(),
@@ -96,16 +96,17 @@ impl ReceivedSignal {
     }
 }
 
-/// How the work of this program ended.
+/// Reason why the event loop ended.
 #[derive(Debug)]
 pub(super) enum RunEnd {
-    /// The command has ended, and its output is written.
+    /// The command has exited, and its output was written.
     Command {
         code: u8,
         /// Processes that the command left running.
         descendants: Vec<Survivor>,
     },
-    /// This program ends before the command, which gets SIGTERM and this time, or SIGKILL.
+    /// This program exits before the command. The command gets SIGTERM and this grace period, or
+    /// SIGKILL.
     Client { code: u8, grace: Option<Duration> },
 }
 
@@ -113,13 +114,13 @@ pub(super) enum RunEnd {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CommandStreams {
     pub(super) tty: bool,
-    /// This program's input is passed on.
+    /// Whether standard input is forwarded.
     pub(super) feeds: bool,
-    /// Events are printed as JSON lines.
+    /// Whether events are printed as JSON lines.
     pub(super) json: bool,
 }
 
-/// The command that this program forwards to and from.
+/// The running command, with its input, its output queue and its connection state.
 pub(super) struct DrivenCommand {
     process: Arc<dyn ExecProcess>,
     streams: CommandStreams,
@@ -127,19 +128,19 @@ pub(super) struct DrivenCommand {
     /// False while the connection is lost.
     is_connected: Arc<AtomicBool>,
     writer: Writer,
-    /// `None` after the last output.
+    /// Queue of the output; `None` after the last output.
     queue: Option<output::Queue>,
-    /// Output that has no room in the queue yet.
+    /// Output that waits until the queue has room.
     pending: Option<(OutputStream, Bytes)>,
     exit: Option<u8>,
     /// Set when the command's output has ended.
     descendants: Option<Vec<Survivor>>,
     interrupted: Option<Instant>,
-    /// When this program ends because of a signal, and the exit code.
+    /// Deadline of this program after a signal, and its exit code.
     stop: Option<(Instant, u8)>,
 }
 
-/// Carries input, output and signals until the command has ended, or this program is to end.
+/// Forwards input, output and signals until the command has exited or this program has to exit.
 pub(super) async fn drive_command(
     process: Arc<dyn ExecProcess>,
     signals: &mut CommandSignals,
@@ -188,20 +189,20 @@ pub(super) async fn drive_command(
     ended
 }
 
-/// The next escape sequence; waits forever without a terminal.
+/// Returns the next escape sequence; waits forever without a terminal.
 async fn next_escape(escapes: &mut Option<EscapeReceiver>) -> Escape {
     if let Some(receiver) = escapes {
         if let Some(escape) = receiver.recv().await {
             return escape;
         }
-        // The thread has ended: nothing more is typed.
+        // The input thread has ended, so no more keys arrive.
         *escapes = None;
     }
     std::future::pending().await
 }
 
 impl DrivenCommand {
-    /// Handles the next thing that happens.
+    /// Waits for the next event and handles it.
     async fn step(
         &mut self,
         events: &mut exec_server_client::ExecProcessEvents,
@@ -236,7 +237,7 @@ impl DrivenCommand {
         Ok(None)
     }
 
-    /// The thread that writes has ended.
+    /// The output thread has ended.
     fn written(&mut self, written: std::io::Result<()>) -> anyhow::Result<Option<RunEnd>> {
         /// Exit code of a program that SIGPIPE has ended.
         const BROKEN_PIPE: u8 = 141;
@@ -310,8 +311,8 @@ impl DrivenCommand {
         }
     }
 
-    /// Whether the command can get a signal, and its output is read: only then does this program wait
-    /// for it.
+    /// Whether the connection can deliver a signal to the command and the reader of this program's
+    /// output is not blocked. Otherwise this program does not wait for the command.
     fn is_reachable(&self) -> bool {
         self.is_connected.load(Ordering::Relaxed) && !self.writer.is_blocked()
     }
@@ -324,7 +325,7 @@ impl DrivenCommand {
                     && let Some(size) = terminal::size()
                 {
                     let process = Arc::clone(&self.process);
-                    // Ends with the response, or with this program.
+                    // This task ends when the response arrives, or with this program.
                     tokio::spawn(async move { process.resize(size).await });
                 }
                 None
@@ -344,7 +345,7 @@ impl DrivenCommand {
                     _ => SignalName::Interrupt,
                 };
                 let process = Arc::clone(&self.process);
-                // Ends with the response, or with this program.
+                // This task ends when the response arrives, or with this program.
                 tokio::spawn(async move { send(&*process, name).await });
                 None
             }
@@ -355,7 +356,7 @@ impl DrivenCommand {
                 }
                 self.stop = Some((Instant::now() + STOP_TIMEOUT, code));
                 let process = Arc::clone(&self.process);
-                // Ends with the response, or with this program.
+                // This task ends when the response arrives, or with this program.
                 tokio::spawn(async move { stop(&*process).await });
                 None
             }
@@ -383,7 +384,7 @@ impl DrivenCommand {
     }
 }
 
-/// An event as a line of JSON on standard output.
+/// Prints an event as a line of JSON on standard output.
 fn line(event: &serde_json::Value) -> (OutputStream, Bytes) {
     (OutputStream::Stdout, Bytes::from(format!("{event}\n")))
 }
@@ -403,7 +404,7 @@ fn output_event(stream: OutputStream, chunk: &[u8]) -> serde_json::Value {
     }
 }
 
-/// Waits for room in the queue; `None` if the thread that writes has ended.
+/// Waits for room in the queue; `None` if the output thread has ended.
 async fn reserve(
     queue: Option<output::Queue>,
 ) -> Option<tokio::sync::mpsc::OwnedPermit<(OutputStream, Bytes)>> {
@@ -424,7 +425,7 @@ async fn send(process: &dyn ExecProcess, name: SignalName) {
     }
 }
 
-/// Ends the command because this program was asked to end: SIGTERM, then SIGKILL.
+/// Ends the command because this program received a signal: SIGTERM, then SIGKILL.
 async fn stop(process: &dyn ExecProcess) {
     let timeout_ms = u64::try_from(STOP_GRACE.as_millis()).unwrap_or(u64::MAX);
     let mode = TerminateMode::Graceful { timeout_ms };

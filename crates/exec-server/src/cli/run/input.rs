@@ -1,4 +1,4 @@
-//! Reading of this program's standard input, on a thread of its own, and escape sequences.
+//! Reader of this program's standard input on a separate thread, with escape sequences.
 //!
 //! Escape sequences are recognized while earlier input waits for the server, so that they work
 //! without a connection.
@@ -21,17 +21,18 @@ use super::super::network::TypedKeys;
 use super::super::terminal;
 use super::say;
 
-/// Bytes per read.
+/// Maximum bytes per read.
 const PIECE_BYTES: usize = 64 * 1024;
 
-/// Read ahead while earlier input is under way, and then sent together.
+/// Bytes that are read ahead while earlier input is being sent, and then sent together.
 const AHEAD: usize = 16;
 
-/// Typed input that is kept while earlier input waits; more is discarded.
+/// Maximum bytes of typed input that are kept while earlier input waits; further keys are
+/// discarded.
 const MAX_TYPED_BYTES: usize = 64 * 1024;
 
-/// Time between two attempts to pass on typed input that waits, or to read a terminal that another
-/// program uses.
+/// Interval between attempts to send waiting input, or to read a terminal that another program
+/// uses.
 const RETRY: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 20_000_000,
@@ -44,11 +45,12 @@ pub(super) enum Escape {
     End,
     /// `~?`: list the escape sequences.
     Help,
-    /// ^C was typed although it cannot reach the command, or has no effect.
+    /// ^C was typed although it cannot reach the command or has had no effect.
     Stuck,
 }
 
-/// Escape sequences as ssh has them: `~` at the beginning of a line, and a second character.
+/// Parser of escape sequences in the form of ssh: `~` at the beginning of a line, and a second
+/// character.
 #[derive(Debug)]
 struct EscapeParser {
     /// The last byte for the command has ended a line.
@@ -61,7 +63,7 @@ struct EscapeParser {
 /// ^C in raw mode.
 const INTERRUPT: u8 = 0x03;
 
-/// Successive ^C after which the way out is printed.
+/// Number of successive ^C after which a notice explains how to exit.
 const MANY_INTERRUPTS: u32 = 3;
 
 impl EscapeParser {
@@ -73,7 +75,7 @@ impl EscapeParser {
         }
     }
 
-    /// Splits what was typed: bytes for the command go to `command`, the rest is returned.
+    /// Appends typed bytes for the command to `command` and returns the escape sequences.
     fn split(&mut self, typed: &[u8], is_connected: bool, command: &mut Vec<u8>) -> Vec<Escape> {
         let mut found = Vec::new();
         for &byte in typed {
@@ -115,19 +117,20 @@ impl EscapeParser {
     }
 }
 
-/// Standard input, read by a thread.
+/// Standard input that a thread reads.
 #[derive(Debug)]
 pub(super) struct Input {
     pieces: mpsc::Receiver<Bytes>,
-    /// Bytes read ahead are put together for a terminal, too.
+    /// Whether pieces that were read ahead are joined; always true for a terminal.
     keys: Arc<TypedKeys>,
 }
 
-/// The other end of the escape sequences.
+/// Receiver of the escape sequences.
 pub(super) type EscapeReceiver = mpsc::UnboundedReceiver<Escape>;
 
 impl Input {
-    /// Starts the thread. It ends with the input, or when nobody takes its pieces.
+    /// Starts the thread. The thread ends at the end of input, or when the receiver of its pieces
+    /// is dropped.
     ///
     /// `is_raw` enables the escape sequences; `is_connected` is false while the command cannot get
     /// input.
@@ -155,14 +158,15 @@ impl Input {
         Ok((Self { pieces, keys }, escapes))
     }
 
-    /// Passes input on until it ends, and then its end.
+    /// Sends input to the command until it ends, and then its end.
     pub(super) async fn feed(mut self, process: Arc<dyn ExecProcess>, tty: bool) {
         let all = self.write_all(&*process).await;
         self.keys.end();
         if !all {
             return;
         }
-        // A terminal whose other side is a file or a pipe needs its end too, or `cat` never would.
+        // A command on a terminal with input from a file or a pipe needs an end-of-file character,
+        // or `cat` would never exit.
         match process.close_stdin().await {
             Err(ExecServerError::Unsupported(_)) if !tty => {
                 say("this server cannot close a command's standard input");
@@ -201,17 +205,18 @@ impl Input {
     }
 }
 
-/// The thread's side.
+/// State of the input thread.
 struct InputReader {
     pieces: mpsc::Sender<Bytes>,
     keys: Arc<TypedKeys>,
 }
 
 impl InputReader {
-    /// Reads until the end of the input; waits while much is under way.
+    /// Reads until the end of the input; pauses while many bytes wait to be sent.
     fn read_all(&self) {
         let stdin = rustix::stdio::stdin();
-        // A pager at the end of a pipeline reads the same terminal. While it does, keys are its own.
+        // A pager at the end of a pipeline reads the same terminal. While it runs, it gets the
+        // keys.
         let is_shared = termios::isatty(stdin) && !termios::isatty(rustix::stdio::stdout());
         let mut buffer = vec![0; PIECE_BYTES];
         loop {
@@ -227,7 +232,7 @@ impl InputReader {
             let Some(read @ 1..) = read(&mut buffer) else {
                 return;
             };
-            // The answer to a question of this program is not the command's input.
+            // An answer to a question of this program is not input of the command.
             if self.keys.take(&buffer[..read]) {
                 continue;
             }
@@ -238,7 +243,8 @@ impl InputReader {
         }
     }
 
-    /// Reads keys until the terminal is gone; always reads on, so that escape sequences are found.
+    /// Reads keys until the terminal is closed. Reading never pauses, so that escape sequences are
+    /// always recognized.
     fn read_keys(&self, escape: &mpsc::UnboundedSender<Escape>, is_connected: &AtomicBool) {
         let mut escapes = EscapeParser::new();
         let mut waiting = Vec::new();
@@ -276,14 +282,13 @@ impl InputReader {
     }
 }
 
-/// Whether the terminal of standard input returns lines, as it does unless a program such as a pager
-/// has changed that.
+/// Whether the terminal of standard input is in line mode, its usual state; a pager changes that.
 fn terminal_reads_lines() -> bool {
     termios::tcgetattr(rustix::stdio::stdin())
         .is_ok_and(|modes| modes.local_modes.contains(LocalModes::ICANON))
 }
 
-/// Waits until standard input can be read, or has ended; false on timeout.
+/// Waits until standard input is readable or at its end; returns false on timeout.
 fn is_readable(timeout: Option<&Timespec>) -> bool {
     let stdin = rustix::stdio::stdin();
     let mut files = [PollFd::from_borrowed_fd(stdin, PollFlags::IN)];
@@ -291,13 +296,13 @@ fn is_readable(timeout: Option<&Timespec>) -> bool {
         match poll(&mut files, timeout) {
             Ok(ready) => return ready > 0,
             Err(Errno::INTR) => {}
-            // The read that follows reports what is wrong.
+            // The following read reports the error.
             Err(_) => return true,
         }
     }
 }
 
-/// Reads standard input; `None` if that fails.
+/// Reads standard input; returns `None` on an error.
 fn read(buffer: &mut [u8]) -> Option<usize> {
     loop {
         match rustix::io::read(rustix::stdio::stdin(), &mut *buffer) {

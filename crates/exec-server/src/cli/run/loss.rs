@@ -1,4 +1,4 @@
-//! Lost connections of a running command: notices, and why a command was lost for good.
+//! Notices about lost connections of a running command, and the reason of a final loss.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,9 +20,9 @@ const LAST_EVENTS: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub(super) struct ConnectionLosses {
     is_connected: Arc<AtomicBool>,
-    /// The command has ended: the connection is not needed any more.
+    /// Whether the command has exited, so that the connection is not needed any more.
     has_ended: AtomicBool,
-    /// When the connection was lost the last time, by the clock that goes on while a machine sleeps.
+    /// Time of the last loss, by the clock that continues while the machine is suspended.
     lost_at: Mutex<Option<SystemTime>>,
 }
 
@@ -35,31 +35,33 @@ impl ConnectionLosses {
         }
     }
 
-    /// False while the connection is lost.
+    /// Whether the connection works.
     pub(super) fn is_connected(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.is_connected)
     }
 
-    /// The command has ended.
+    /// Records that the command has exited.
     pub(super) fn note_end(&self) {
         self.has_ended.store(true, Ordering::Relaxed);
     }
 
-    /// Prints when the connection is lost and when it is back; a final loss is an event of the
-    /// command.
+    /// Prints a notice when the connection is lost and when it is restored. A final loss is an
+    /// event of the command.
     pub(super) async fn watch(self: Arc<Self>, client: ExecServerClient) {
         let mut states = client.states();
         let kept = client.detach_grace().unwrap_or_default();
-        // The client must end when its other users have dropped it.
+        // This task holds no strong reference, so that the client ends when its other users have
+        // dropped it.
         drop(client);
-        // The first is how things are.
+        // The first state is the current one, not a change.
         states.recv().await;
         while let Some(state) = states.recv().await {
             match state {
                 ConnectionState::Recovering => {
                     self.is_connected.store(false, Ordering::Relaxed);
                     *self.lost_at.lock() = Some(SystemTime::now());
-                    // A server that stops reports the end of the command first.
+                    // A server that shuts down reports the end of the command before it closes the
+                    // connection.
                     tokio::time::sleep(LAST_EVENTS).await;
                     if self.has_ended.load(Ordering::Relaxed) {
                         return;
@@ -82,15 +84,15 @@ impl ConnectionLosses {
         }
     }
 
-    /// Explains an error after which the command cannot be followed: when and why it was ended, if the
-    /// server does not know its session any more.
+    /// Explains an error after which the command cannot be followed. If the server does not have the
+    /// session any more, reports when and why the command was ended.
     pub(super) async fn explained(
         &self,
         error: anyhow::Error,
         there: &RemoteMachine,
         client: &ExecServerClient,
     ) -> anyhow::Error {
-        /// How long the server may take to respond; without a response only the times count.
+        /// Timeout of the request to the server; without a response only the times are used.
         const LIMIT: Duration = Duration::from_secs(5);
         if !error::message(&error).contains("unknown session") {
             return error;
@@ -110,8 +112,8 @@ impl ConnectionLosses {
     }
 }
 
-/// Why a server does not know a session any more. `restarted` is set if the server was restarted, with
-/// the time if it is known.
+/// Reason why a server does not have a session any more. `restarted` is set if the server was
+/// restarted, with the time if it is known.
 fn reason(restarted: Option<Option<SystemTime>>, away: Option<Duration>, kept: Duration) -> String {
     let ago = |duration: Duration| format!("{} ago", age(duration.as_secs()));
     let lost = away.map(ago).unwrap_or_else(|| "before".to_owned());

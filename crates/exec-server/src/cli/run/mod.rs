@@ -1,4 +1,4 @@
-//! `exec-server run`: a command somewhere, as if it ran in this terminal.
+//! `exec-server run`: runs a command on any machine as if it ran in this terminal.
 
 mod drive;
 mod input;
@@ -35,7 +35,7 @@ use super::network::{TerminalDecider, TypedKeys};
 use super::table::visible;
 use super::{network, on, runtime, sandbox, settings, terminal};
 
-/// Exit codes of our own, as `timeout`, `docker run` and shells have them.
+/// Exit codes of this program itself, with the values that `timeout`, `docker run` and shells use.
 const TIMED_OUT: u8 = 124;
 const OUR_FAILURE: u8 = 125;
 const NOT_EXECUTABLE: u8 = 126;
@@ -45,18 +45,18 @@ const NOT_FOUND: u8 = 127;
 /// within 300 ms.
 const FAREWELL: Duration = Duration::from_millis(200);
 
-/// Time for the end of a session whose command has ended: a round trip on the slowest connection that
-/// can be used. Without an answer the server ends the session after the time of --keep-alive.
+/// Time for the end of a session whose command has exited: a round trip on the slowest usable
+/// connection. Without a response the server ends the session after the time of --keep-alive.
 const LEAVE_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long to try to reconnect while nothing listens at the address of the server: long enough to
+/// Time limit of reconnecting while no process listens at the server's address: long enough to
 /// restart a service.
 const REFUSED_BUDGET: Duration = Duration::from_secs(60);
 
 /// Set by --quiet.
 static IS_QUIET: AtomicBool = AtomicBool::new(false);
 
-/// Prints a line for the person at the terminal, without waiting for a reader of standard error.
+/// Prints a line for the user at the terminal, without waiting for a reader of standard error.
 fn say(text: &str) {
     if IS_QUIET.load(Ordering::Relaxed) {
         return;
@@ -66,7 +66,7 @@ fn say(text: &str) {
     let mut files = [PollFd::from_borrowed_fd(stderr, PollFlags::OUT)];
     let write = move || drop(std::io::stderr().write_all(line.as_bytes()));
     match poll(&mut files, Some(&Timespec::default())) {
-        // A line is shorter than what a pipe that can be written takes at once.
+        // A line is shorter than `PIPE_BUF`, so a writable pipe accepts it without blocking.
         Ok(1..) => write(),
         _ => drop(std::thread::spawn(write)),
     }
@@ -80,7 +80,7 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     }
 }
 
-/// Prints an error and what helps; returns the exit code.
+/// Prints an error and advice; returns the exit code.
 fn report(error: &anyhow::Error, command: &[String]) -> u8 {
     error::report(error);
     let code = failure_code(error);
@@ -92,12 +92,12 @@ fn report(error: &anyhow::Error, command: &[String]) -> u8 {
     code
 }
 
-/// Starts what must be started before any thread, and runs the command.
+/// Starts the watcher process before any thread exists, and runs the command.
 fn prepared(args: RunArgs) -> anyhow::Result<u8> {
     IS_QUIET.store(args.quiet, Ordering::Relaxed);
     let mut resolved = on::resolve(&args.server)?;
     let watcher = match &mut resolved {
-        // Without a watcher the command is ended as far as this program can.
+        // Without a watcher, only this program itself can end the command.
         on::CommandLocation::Here => start_watcher().ok(),
         on::CommandLocation::There(there) => {
             there.change_options(&|options| {
@@ -109,7 +109,8 @@ fn prepared(args: RunArgs) -> anyhow::Result<u8> {
     };
     let runtime = runtime()?;
     let outcome = runtime.block_on(async {
-        // Before the start, so that none is missed; they are for the command from then on.
+        // Signal handlers are set before the start, so that no signal is missed. After the start,
+        // signals are for the command.
         let mut signals = CommandSignals::new()?;
         match execute(&args, resolved, watcher, &mut signals).await {
             Ok(code) => Ok(code),
@@ -123,15 +124,16 @@ fn prepared(args: RunArgs) -> anyhow::Result<u8> {
             }
         }
     });
-    // The process ends now. Taking everything apart takes its time, and would end processes that are
-    // to be left running or to have time to end.
+    // Exits without running destructors. They take time, and would end processes that must keep
+    // running or have a grace period.
     std::mem::forget(runtime);
     outcome
 }
 
-/// The exit code for something that kept the command from running.
+/// Exit code for an error because of which the command was not started.
 fn failure_code(error: &anyhow::Error) -> u8 {
-    // The server distinguishes these by text only, which ends with the system's error.
+    // The server distinguishes these errors only by their text, which ends with the error of the
+    // system.
     match error.downcast_ref::<ExecServerError>() {
         Some(ExecServerError::Server { message, .. }) if message.starts_with("cannot execute") => {
             if message.ends_with("(os error 2)") {
@@ -146,8 +148,8 @@ fn failure_code(error: &anyhow::Error) -> u8 {
 
 /// The command to type instead of a command line that only a shell understands.
 ///
-/// A program that was not found is one if its name has spaces or characters that mean something to a
-/// shell, or is a command that only shells have.
+/// The error must be that the program was not found. Its name must have spaces or characters with a
+/// meaning in a shell, or be a command that only shells have.
 fn shell_advice(command: &[String]) -> Option<String> {
     const BUILTINS: [&str; 12] = [
         ".", "alias", "cd", "eval", "exec", "exit", "export", "set", "source", "ulimit", "umask",
@@ -165,7 +167,7 @@ fn shell_advice(command: &[String]) -> Option<String> {
     ))
 }
 
-/// Where the command runs.
+/// Target machine of the command.
 enum RunLocation {
     Here(LocalBackend),
     There {
@@ -173,7 +175,7 @@ enum RunLocation {
         backend: Arc<dyn ExecBackend>,
         /// Paths are those of this machine.
         mapped: bool,
-        /// Where commands run unless they say otherwise.
+        /// Default working directory.
         directory: Option<PathBuf>,
     },
 }
@@ -199,7 +201,7 @@ impl RunLocation {
         Ok(vec![info.shell.path.clone(), "-l".to_owned()])
     }
 
-    /// With --verbose, says where the command runs and how long it is kept.
+    /// With --verbose, prints the machine of the command and how long the server keeps it.
     async fn introduce(&self, args: &RunArgs, process: &dyn ExecProcess) {
         if !args.verbose {
             return;
@@ -219,7 +221,7 @@ impl RunLocation {
         ));
     }
 
-    /// At the target of the options, or else on this machine.
+    /// Connects to the target of the options; without one, uses this machine.
     async fn new(location: on::CommandLocation) -> anyhow::Result<Self> {
         let on::CommandLocation::There(there) = location else {
             let config = ExecutorConfig {
@@ -268,7 +270,7 @@ async fn execute(
         tokio::select! {
             running = &mut beginning => running,
             code = signals.end() => {
-                // The command may have been started already: then it is ended.
+                // The command may have been started already; it is ended in this case.
                 if let Ok(Ok(running)) = tokio::time::timeout(FAREWELL / 2, &mut beginning).await {
                     let grace = Some(STOP_GRACE);
                     end_early(&running.location, running.process, watcher, grace).await;
@@ -323,7 +325,7 @@ async fn execute(
     )
     .await;
     drop(raw);
-    // A connection that is lost after the command has ended concerns the command no longer.
+    // A connection that is lost after the command has exited causes no notice.
     drop(states);
     match outcome {
         Ok(RunEnd::Client { code, grace }) => {
@@ -361,7 +363,7 @@ fn dismiss(watcher: Option<Watcher>) {
     }
 }
 
-/// Ends what is left after the command has ended.
+/// Ends descendants that still run after the command has exited.
 async fn end(
     args: &RunArgs,
     location: &RunLocation,
@@ -392,9 +394,9 @@ async fn end(
     }
 }
 
-/// Says what the command left running, and what becomes of it.
+/// Prints the processes that the command left running, and whether they are ended.
 fn name_descendants(descendants: &[Survivor], stay: bool) {
-    /// Processes that are named; the others are counted.
+    /// Maximum number of processes that are named; the others are counted.
     const NAMED: usize = 5;
     for Survivor { pid, command } in descendants.iter().take(NAMED) {
         let command = visible(command);
@@ -411,7 +413,8 @@ fn name_descendants(descendants: &[Survivor], stay: bool) {
     }
 }
 
-/// Ends the command because this program ends first: with SIGTERM and this time, or with SIGKILL.
+/// Ends the command because this program exits first: with SIGTERM and this grace period, or with
+/// SIGKILL.
 async fn end_early(
     location: &RunLocation,
     process: Arc<dyn ExecProcess>,
@@ -425,7 +428,7 @@ async fn end_early(
                 let mode = TerminateMode::Graceful { timeout_ms };
                 let _ = tokio::time::timeout(FAREWELL, process.terminate(mode, false)).await;
                 watcher.give_time();
-                // The watcher ends what is left. Dropping the handle would end it now.
+                // The watcher process ends the rest. Dropping the handle would end it now.
                 std::mem::forget(process);
                 return;
             }
@@ -462,9 +465,9 @@ async fn end_early(
     std::mem::forget(process);
 }
 
-/// Why a command may have been ended by its server; `None` if it runs as usual.
+/// Reason why the server may have ended a command; `None` if the server runs as usual.
 async fn server_stop(client: &ExecServerClient) -> Option<&'static str> {
-    /// How long the server may take to respond; without a response nothing is printed.
+    /// Timeout of the request to the server; without a response nothing is printed.
     const LIMIT: Duration = Duration::from_secs(1);
     let mut states = client.states();
     let lost = async { while let Some(ConnectionState::Connected) = states.recv().await {} };
@@ -483,11 +486,11 @@ async fn server_stop(client: &ExecServerClient) -> Option<&'static str> {
         .flatten()
 }
 
-/// A command that was started.
+/// A started command.
 struct StartedCommand {
     location: RunLocation,
     process: Arc<dyn ExecProcess>,
-    /// Our input is to be passed on.
+    /// Whether standard input is forwarded.
     feeds: bool,
 }
 
@@ -501,9 +504,9 @@ async fn begin(
     if let on::CommandLocation::There(there) = &resolved
         && !args.network.net_ask
         && !args.command.is_empty()
-        && let Some((cwd, said)) = there.known_directory(args.cwd.as_deref())
+        && let Some((cwd, is_given)) = there.known_directory(args.cwd.as_deref())
     {
-        return begin_at_once(args, there, &cwd, said, tty).await;
+        return begin_at_once(args, there, &cwd, is_given, tty).await;
     }
     let location = RunLocation::new(resolved).await?;
     let mut params = params(args, &cwd(args, &location).await?, tty, location.is_here())?;
@@ -527,13 +530,14 @@ async fn begin(
     })
 }
 
-/// The same with the first words to a machine, where all that it takes is known; unless it was `said`
-/// where the command is to run, that is only expected.
+/// Starts the command together with the handshake, if the working directory is already known. If the
+/// user gave the directory, `is_given` is true; otherwise the directory is the one that the server
+/// reported last and may have changed.
 async fn begin_at_once(
     args: &RunArgs,
     there: &on::RemoteMachine,
     cwd: &Path,
-    said: bool,
+    is_given: bool,
     tty: bool,
 ) -> anyhow::Result<StartedCommand> {
     let mut params = params(args, cwd, tty, false)?;
@@ -541,7 +545,7 @@ async fn begin_at_once(
     let (client, mut started) = there.start(params.clone()).await?;
     let real = client.environment_info().await.ok();
     let real = real.and_then(|info| info.cwd.clone());
-    if let Some(real) = real.filter(|real| !said && *real != expected) {
+    if let Some(real) = real.filter(|real| !is_given && *real != expected) {
         match &started {
             Ok(_) => say(&format!(
                 "the command runs in {expected}; later ones will run in {real}"
@@ -566,7 +570,7 @@ async fn begin_at_once(
     })
 }
 
-/// Where the command is to run.
+/// Resolves the working directory of the command.
 async fn cwd(args: &RunArgs, location: &RunLocation) -> anyhow::Result<PathBuf> {
     let at_home = |home: PathBuf, cwd: &Path| match cwd.strip_prefix("~") {
         Ok(below) => home.join(below),
@@ -616,7 +620,7 @@ const TERMINAL_VARIABLES: [&str; 5] = ["TERM", "COLORTERM", "LANG", "LC_ALL", "L
 
 fn params(args: &RunArgs, cwd: &Path, tty: bool, is_here: bool) -> anyhow::Result<StartParams> {
     let mut env = BTreeMap::new();
-    // A command on this machine has them anyway.
+    // A command on this machine inherits them.
     for name in TERMINAL_VARIABLES.into_iter().filter(|_| tty && !is_here) {
         if let Some(value) = settings::variable(name).filter(|value| !value.is_empty()) {
             env.insert(name.to_owned(), value);
@@ -647,7 +651,7 @@ fn params(args: &RunArgs, cwd: &Path, tty: bool, is_here: bool) -> anyhow::Resul
         env,
         env_policy: Some(EnvPolicy::unfiltered(Inherit::All)),
         tty,
-        // Where nothing comes from here, nothing has to be sent.
+        // Input from `/dev/null` is not sent.
         pipe_stdin: tty || !(args.no_input || terminal::is_input_null()),
         list_descendants: true,
         size: tty.then(terminal::size).flatten(),

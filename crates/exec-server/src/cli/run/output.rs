@@ -1,4 +1,4 @@
-//! Writing of the command's output, on a thread of its own.
+//! Writer of the command's output on a separate thread.
 //!
 //! A pager or a pipe without a reader blocks this thread only: signals, keys and requests are handled
 //! meanwhile.
@@ -15,23 +15,23 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use tokio::sync::{mpsc, oneshot};
 
-/// Pieces of output that wait for the thread. A piece has up to 64 KiB.
+/// Maximum pieces of output that wait for the thread. A piece has up to 64 KiB.
 const QUEUE: usize = 16;
 
 /// Time after which a write that has not returned counts as blocked.
 const BLOCKED: Duration = Duration::from_millis(100);
 
-/// Queue of the output; dropped after the last piece.
+/// Sender of the output queue; dropped after the last piece.
 pub(super) type Queue = mpsc::Sender<(OutputStream, Bytes)>;
 
-/// State of the thread that writes.
+/// State of the output thread.
 #[derive(Debug)]
 pub(super) struct Writer {
     written: oneshot::Receiver<io::Result<()>>,
     writing: Arc<Writing>,
 }
 
-/// Since when the thread has been in a write.
+/// Time since which the thread has been in a write call.
 #[derive(Debug)]
 struct Writing {
     start: Instant,
@@ -76,7 +76,7 @@ impl Writer {
         }
     }
 
-    /// Whether a write waits for its reader.
+    /// Whether a write call is blocked because its reader does not read.
     pub(super) fn is_blocked(&self) -> bool {
         let since = self.writing.since.load(Ordering::Relaxed);
         let now = self.writing.start.elapsed();
