@@ -1,7 +1,7 @@
 //! Client session with an execution server.
 //!
-//! Owns the session's identity and the facts that the server reports about itself. `line` manages
-//! the connections; `remote` has the operations on processes.
+//! Owns the session's identity and the facts that the server reports about itself.
+//! `session_connection` manages the connections; `remote` has the operations on processes.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -349,14 +349,15 @@ impl ExecServerClient {
         let ended = self.call::<End>(&EndParams::default()).await;
         let connection = line.ready().await.ok();
         ended?;
-        // First of all, so that the keeper does not try to recover the connection.
+        // The session is marked as ended first, so that the reconnect task does not try to recover
+        // it.
         let reason: Arc<str> = "the session was ended".into();
         line.fail(&reason);
         if let Some(connection) = connection {
             // If the close message cannot be sent in time, that is not an error: the session has
             // already ended.
-            let farewell = connection.peer.close(&reason);
-            let _ = tokio::time::timeout(*timeout, farewell).await;
+            let closing = connection.peer.close(&reason);
+            let _ = tokio::time::timeout(*timeout, closing).await;
         }
         Ok(())
     }
@@ -372,7 +373,6 @@ impl ExecServerClient {
 
     /// Ends the session like [`ExecServerClient::leave`], but processes that still run get SIGTERM,
     /// and SIGKILL after `grace`. Servers without this extension send SIGKILL.
-    /// `grace`. Servers without this extension send SIGKILL.
     ///
     /// # Errors
     ///
@@ -389,11 +389,11 @@ impl ExecServerClient {
         };
         let RequestSender { line, timeout } = &self.inner.caller;
         let connection = line.ready().await?;
-        // First of all, so that the keeper does not try to recover the connection.
+        // The session is marked as ended first, so that the reconnect task does not try to recover it.
         let reason: Arc<str> = "the session was left".into();
         line.fail(&reason);
-        let farewell = connection.peer.close_with::<End>(&params, &reason);
-        let _ = tokio::time::timeout(*timeout, farewell).await;
+        let closing = connection.peer.close_with::<End>(&params, &reason);
+        let _ = tokio::time::timeout(*timeout, closing).await;
         Ok(())
     }
 

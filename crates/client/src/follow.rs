@@ -91,7 +91,8 @@ impl OutputReader {
     /// Asks the server to pause the process, or to continue.
     async fn pause(&self, paused: bool) {
         if paused {
-            // Recorded first: if the process is dropped meanwhile, its last handle lets it continue.
+            // The state is recorded first: if the process is dropped meanwhile, its last handle
+            // lets it continue.
             self.route.set_paused(true);
         }
         let params = PauseOutputParams {
@@ -103,7 +104,7 @@ impl OutputReader {
             .call_at::<PauseOutput>(self.generation, &params)
             .await
         {
-            // The server no longer has the process, so it sends nothing either.
+            // The server no longer has the process, so it sends no more output.
             Ok(_) | Err(ExecServerError::Server { .. }) => self.route.set_paused(paused),
             Err(error) => {
                 // If the connection was lost, the request is sent again on the next one.

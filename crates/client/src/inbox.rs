@@ -2,7 +2,6 @@
 //!
 //! The inbox limits the queued bytes and decides what happens when the queue is full. Waiting is
 //! done in `route`.
-//! `route` does.
 
 use std::collections::VecDeque;
 

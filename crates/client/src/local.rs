@@ -243,8 +243,8 @@ impl LocalProcess {
         if self.info.delivery == Delivery::Pull {
             self.process.advance(after_seq);
         }
-        // This path may never have to wait; yield so that a caller in a loop does not starve the
-        // process's own task.
+        // This loop may never have to wait, so it yields: otherwise the caller could starve the
+        // task of the process.
         tokio::task::coop::consume_budget().await;
         if let Some(result) = requests::read_now(&self.process, after_seq, max_bytes, wait) {
             return result;

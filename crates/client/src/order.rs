@@ -2,7 +2,6 @@
 //!
 //! `EventOrder` tracks which numbers were released and which events are held behind a missing one,
 //! and uses `process/read` responses to replace missing events.
-//! `process/read` responses to replace missing events.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;

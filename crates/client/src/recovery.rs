@@ -1,7 +1,7 @@
 //! Reconnect and retry decisions (no IO, no clock, no random source).
 //!
 //! Decides when to reconnect and when to stop, which failures are transient, and which requests are
-//! idempotent. `line` executes these decisions.
+//! idempotent. `session_connection` executes these decisions.
 
 use std::time::{Duration, Instant};
 
@@ -302,7 +302,7 @@ mod tests {
             recovery.poll(now + Duration::from_secs(2)),
             RecoveryStep::GiveUp
         );
-        // Any other failure shows that something is there.
+        // Any other failure shows that a process listens at the address.
         recovery.note_refused(false, now + Duration::from_secs(2));
         assert_ne!(
             recovery.poll(now + Duration::from_secs(3)),

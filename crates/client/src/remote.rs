@@ -294,7 +294,8 @@ impl Drop for RemoteShared {
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
         {
             let (client, process_id) = (self.client.clone(), self.process_id());
-            // Ends with its request. Without it, the process could not write its output any more.
+            // This task ends with its request. Without the request, the process could not write its
+            // output any more.
             runtime.spawn(async move {
                 let params = PauseOutputParams {
                     process_id,
@@ -470,7 +471,7 @@ impl RemoteShared {
             }
             return Err(ExecServerError::Unsupported(extension::CLOSE_STDIN));
         }
-        // After all earlier writes.
+        // Waits for all earlier writes.
         let _writes = self.writes.lock().await;
         let params = CloseStdinParams {
             process_id: self.process_id(),
@@ -587,7 +588,7 @@ impl RemoteShared {
                 .call_with_generation::<Wait>(&params, limit, false)
                 .await
             {
-                // Sent again with the remaining time.
+                // The request is sent again with the remaining time.
                 Err(ExecServerError::Interrupted { .. }) => {}
                 answer => return Ok(answer?.0),
             }

@@ -1,6 +1,6 @@
 //! Connection state of a session (`Connected`, `Recovering`, `Failed`) and its change stream.
 //!
-//! `line` opens connections and sets the state.
+//! `session_connection` opens connections and sets the state.
 
 use std::fmt;
 use std::sync::Arc;

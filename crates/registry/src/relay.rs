@@ -49,7 +49,7 @@ const WRITE_LIMIT: Duration = Duration::from_secs(60);
 
 /// Time limit for the last frames of a harness and for the close frame of the rendezvous server
 /// after them.
-const FAREWELL: Duration = Duration::from_secs(2);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Relay stream with an ordinary link.
 #[derive(Debug)]
@@ -225,7 +225,7 @@ where
             () = &mut supervisor => {
                 // Let the executor receive the end of the stream, so that it does not wait for a
                 // reconnect.
-                let _ = tokio::time::timeout(FAREWELL, socket).await;
+                let _ = tokio::time::timeout(CLOSE_TIMEOUT, socket).await;
             }
             _ = &mut socket => {
                 // The application may not have received the last messages yet.
@@ -673,7 +673,7 @@ async fn write_frames(
             outgoing.shutdown().await?;
             // Closing while data is still arriving resets the connection, which could discard the
             // last frames. The reader ends when the peer has closed its side.
-            tokio::time::sleep(FAREWELL).await;
+            tokio::time::sleep(CLOSE_TIMEOUT).await;
             return Ok(());
         }
         outgoing.relax();

@@ -327,9 +327,9 @@ impl ExecServer {
     /// output of their processes, then the connection is closed with "going away".
     pub async fn shut_down(&self) {
         /// How long the last output of processes may take to reach the queues of the clients.
-        const LAST_WORDS: Duration = Duration::from_secs(1);
+        const FINAL_MESSAGES_TIMEOUT: Duration = Duration::from_secs(1);
         /// How long connections may take to end without being aborted.
-        const FAREWELL: Duration = Duration::from_secs(3);
+        const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
         let ServerShared {
             draining,
             closing,
@@ -352,10 +352,10 @@ impl ExecServer {
             }
         };
         // A process whose output is not read must not delay the others.
-        let _ = tokio::time::timeout(LAST_WORDS, notified).await;
+        let _ = tokio::time::timeout(FINAL_MESSAGES_TIMEOUT, notified).await;
         closing.cancel();
         let mut served = connections.subscribe();
-        let _ = tokio::time::timeout(FAREWELL, served.wait_for(|count| *count == 0)).await;
+        let _ = tokio::time::timeout(CLOSE_TIMEOUT, served.wait_for(|count| *count == 0)).await;
         let sessions: Vec<_> = self.inner.sessions.lock().drain().collect();
         let late: Vec<_> = sessions
             .iter()

@@ -37,7 +37,7 @@ use crate::trace::TraceContext;
 use crate::watches::ConnectionWatches;
 
 /// How long the responses to earlier requests may take to leave once the connection ends.
-const FAREWELL: Duration = Duration::from_secs(2);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long queued messages may take to leave once the client's token is no longer accepted.
 const SHORT_FAREWELL: Duration = Duration::from_millis(500);
@@ -190,7 +190,7 @@ async fn serve(
         // Over pipes the peer may still read, so it gets the responses to requests sent before the
         // end.
         let all = u32::try_from(connection.concurrent_requests).unwrap_or(1);
-        let _ = tokio::time::timeout(FAREWELL, connection.slots.acquire_many(all)).await;
+        let _ = tokio::time::timeout(CLOSE_TIMEOUT, connection.slots.acquire_many(all)).await;
     }
     FileHandles::close_all(&connection);
     // A peer that ended the connection without a close frame gets none.
@@ -200,7 +200,7 @@ async fn serve(
         ConnectionEnd::Lost => {}
         ConnectionEnd::Eof | ConnectionEnd::Told => {
             connection.outbox.finish(going_away());
-            let _ = tokio::time::timeout(FAREWELL, connection.closed.cancelled()).await;
+            let _ = tokio::time::timeout(CLOSE_TIMEOUT, connection.closed.cancelled()).await;
         }
         ConnectionEnd::Unauthorized(reason) => {
             let farewell = (close_code::POLICY_VIOLATION, reason.to_owned());
@@ -211,7 +211,7 @@ async fn serve(
             connection.outbox.finish(Some(farewell));
             // Waits until the peer has read the reason and has closed the connection: it may still
             // be sending a large message.
-            let _ = tokio::time::timeout(FAREWELL, reader.incoming.discard()).await;
+            let _ = tokio::time::timeout(CLOSE_TIMEOUT, reader.incoming.discard()).await;
         }
     }
     connection.closed.cancel();

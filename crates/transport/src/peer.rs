@@ -352,7 +352,7 @@ impl PeerShared {
 
     /// Sends a close frame; limits how long the server may take to accept it.
     fn send_close(self: &Arc<Self>, code: u16, reason: &str) {
-        const FAREWELL: Duration = Duration::from_secs(2);
+        const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
         let (shared, reason) = (Arc::clone(self), reason.to_owned());
         tokio::spawn(async move {
             let sending = async {
@@ -360,7 +360,7 @@ impl PeerShared {
                 outgoing.push_close(code, &reason);
                 outgoing.shutdown().await
             };
-            let _ = tokio::time::timeout(FAREWELL, sending).await;
+            let _ = tokio::time::timeout(CLOSE_TIMEOUT, sending).await;
         });
     }
 

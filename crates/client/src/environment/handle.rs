@@ -212,8 +212,7 @@ impl Environment {
         }
     }
 
-    /// Starts to connect in the background if the target has
-    /// [`Start::AtOnce`].
+    /// Starts to connect in the background if the target has [`ConnectTime::AtOnce`].
     pub(super) fn connect_eagerly(&self) {
         if let Some(lazy) = self.lazy_session()
             && let TargetSource::Known(connect) = lazy.target_source()

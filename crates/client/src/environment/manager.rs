@@ -96,7 +96,7 @@ pub enum EnvironmentError {
 impl EnvironmentManager {
     /// Creates the environments of a list; `local` is this machine, for lists that include it.
     ///
-    /// With a tokio runtime, targets with [`Start::AtOnce`](super::connect::ConnectTime::AtOnce) begin to
+    /// With a tokio runtime, targets with [`ConnectTime::AtOnce`](super::connect::ConnectTime::AtOnce) begin to
     /// connect immediately. Targets that must start a program connect on first use.
     ///
     /// # Errors

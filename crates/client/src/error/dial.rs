@@ -1,8 +1,8 @@
-//! Why a dial of an embedder's own has no link.
+//! Error of a custom dial.
 
 use std::error::Error;
 
-/// Why a dial of one's own has no link.
+/// Error of a [`Dial`](crate::Dial) that the embedder implements.
 #[derive(Debug, thiserror::Error)]
 #[error("{source}")]
 pub struct DialError {
@@ -11,7 +11,7 @@ pub struct DialError {
 }
 
 impl DialError {
-    /// A failure that may pass: it is worth trying again.
+    /// Creates a transient error: another attempt may succeed.
     pub fn passing(source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self {
             source: source.into(),
@@ -19,7 +19,7 @@ impl DialError {
         }
     }
 
-    /// A failure that lasts.
+    /// Creates a permanent error.
     pub fn lasting(source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self {
             source: source.into(),
@@ -27,7 +27,7 @@ impl DialError {
         }
     }
 
-    /// Whether it is worth trying again.
+    /// Whether another attempt may succeed.
     pub fn is_temporary(&self) -> bool {
         self.passing
     }

@@ -1,4 +1,4 @@
-//! Errors of work on this machine: with the code and the message that a server would answer.
+//! Errors of operations on this machine, with the codes and messages that a server returns.
 
 use exec_server_engine::files::FsError;
 use exec_server_engine::http::HttpError;

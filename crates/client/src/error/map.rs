@@ -1,18 +1,18 @@
-//! Why a path has no counterpart on the other machine.
+//! Errors of path mappings between two machines.
 
 use std::path::PathBuf;
 
-/// Why a path has no counterpart.
+/// Reason why a path has no counterpart on the other machine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MapError {
     /// A root must be an absolute path.
     #[error("a root must be an absolute path, not `{}`", .0.display())]
     RelativeRoot(PathBuf),
-    /// The path is relative, and has no base.
+    /// The path is relative, and there is no base directory.
     #[error("`{}` is not an absolute path", .0.display())]
     Relative(PathBuf),
-    /// A pattern cannot be said below it.
+    /// A policy has a pattern below this root, but the root is not valid UTF-8.
     #[error("the remote root `{}` is not valid UTF-8, which a pattern of a policy below it requires", .0.display())]
     NotText(PathBuf),
     /// The local path is outside of the mapped tree.
@@ -21,9 +21,9 @@ pub enum MapError {
         path.display(), local.display(), remote.display()
     )]
     OutsideLocal {
-        /// The path.
+        /// The path that was given.
         path: PathBuf,
-        /// The root that it should be below.
+        /// The root that the path must be below.
         local: PathBuf,
         /// The remote root that corresponds to the local root.
         remote: PathBuf,
@@ -34,9 +34,9 @@ pub enum MapError {
         path.display(), remote.display(), local.display()
     )]
     OutsideRemote {
-        /// The path.
+        /// The path that was given.
         path: PathBuf,
-        /// The root that it should be below.
+        /// The root that the path must be below.
         remote: PathBuf,
         /// The local root that corresponds to the remote root.
         local: PathBuf,

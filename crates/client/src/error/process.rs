@@ -1,18 +1,18 @@
-//! Why a process can no longer be followed.
+//! Errors of following a process.
 
 use std::sync::Arc;
 
-/// Why a process can no longer be followed.
+/// Reason why the client can no longer follow a process.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProcessFailure {
     /// The connection was lost.
     #[error("connection closed: {0}")]
     ConnectionClosed(Arc<str>),
-    /// Events after this number did not come and cannot be read either.
+    /// Events after this number did not arrive, and reading them failed.
     #[error("events after number {after_seq} are missing: {reason}")]
     Missing {
-        /// The last number that came.
+        /// Number of the last event that arrived.
         after_seq: u64,
         /// The reason why the missing events cannot be read.
         reason: Arc<str>,

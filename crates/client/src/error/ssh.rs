@@ -1,4 +1,4 @@
-//! Why a machine cannot be reached by ssh.
+//! Errors of connections through ssh.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use exec_server_transport::ConnectError;
 
-/// Why a machine cannot be reached by ssh, or cannot be used.
+/// Reason why a machine cannot be reached by ssh, or cannot run the server.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SshError {
-    /// There is no ssh here.
+    /// The local ssh program cannot be executed.
     #[error("cannot run `{program}`; is an ssh client installed?")]
     Spawn {
         /// The ssh program.
@@ -19,10 +19,10 @@ pub enum SshError {
         #[source]
         source: io::Error,
     },
-    /// ssh did not get there, or not in.
+    /// ssh could not connect or authenticate.
     #[error("ssh cannot connect to {url}: {reason}")]
     Connect {
-        /// Where.
+        /// URL of the machine.
         url: String,
         /// The error message of ssh.
         reason: String,
@@ -30,25 +30,25 @@ pub enum SshError {
     /// The remote machine did not respond in time.
     #[error("{url} did not {what} within {timeout:?}")]
     Timeout {
-        /// Where.
+        /// URL of the machine.
         url: String,
         /// The step that was not completed.
         what: &'static str,
-        /// How long we waited.
+        /// The time limit.
         timeout: Duration,
     },
-    /// The directory for our sockets cannot be used.
+    /// The local directory for sockets cannot be used.
     #[error("cannot create sockets in `{}`: {reason}", path.display())]
     Directory {
-        /// Which.
+        /// Path of the directory.
         path: PathBuf,
-        /// Why.
+        /// The reason why the directory cannot be used.
         reason: String,
     },
     /// The local executable that should be installed cannot be read.
     #[error("cannot read `{}`, which should be installed there", path.display())]
     LocalBinary {
-        /// Which.
+        /// Path of the executable.
         path: PathBuf,
         /// The error of the operating system.
         #[source]
@@ -60,29 +60,29 @@ pub enum SshError {
          it with --remote-binary, or name one here with --local-binary", binary.display()
     )]
     Architecture {
-        /// Where.
+        /// URL of the machine.
         url: String,
         /// System and architecture of the remote machine.
         there: String,
         /// System and architecture that the executable is built for.
         here: String,
-        /// The executable.
+        /// Path of the local executable.
         binary: PathBuf,
     },
-    /// There is no exec-server, and no executable to install.
+    /// exec-server is not installed on the machine, and no local executable was given.
     #[error(
         "exec-server is not installed on {url}, and there is no program to install: give one with --remote-binary"
     )]
     Missing {
-        /// Where.
+        /// URL of the machine.
         url: String,
     },
     /// The executable could not be copied to the remote machine; the partial copy was removed.
     #[error("cannot install exec-server on {url}: {reason}")]
     Install {
-        /// Where.
+        /// URL of the machine.
         url: String,
-        /// The error output of the command there.
+        /// Error output of the remote command.
         reason: String,
     },
     /// The executable was copied to the remote machine but does not run there; the copy was
@@ -93,38 +93,38 @@ pub enum SshError {
          with --remote-binary", binary.display()
     )]
     Unfit {
-        /// Where.
+        /// URL of the machine.
         url: String,
-        /// The executable here.
+        /// Path of the local executable.
         binary: PathBuf,
-        /// The error output of the command there.
+        /// Error output of the remote command.
         reason: String,
     },
-    /// The daemon there does not start.
+    /// The remote daemon does not start.
     #[error("cannot start exec-server on {url}: {reason}")]
     Daemon {
-        /// Where.
+        /// URL of the machine.
         url: String,
-        /// The error output of the command there.
+        /// Error output of the remote command.
         reason: String,
     },
-    /// Everything was there a moment ago, and does not respond now.
+    /// The connection worked a moment ago and does not respond now.
     #[error(
         "{url} was there a moment ago and does not answer now: whether the command was started is \
          not known"
     )]
     Unclear {
-        /// Where.
+        /// URL of the machine.
         url: String,
     },
-    /// The daemon there does not answer as it should.
+    /// The remote daemon violates the protocol of its start.
     #[error(transparent)]
     Link(#[from] ConnectError),
 }
 
 impl SshError {
-    /// Whether another attempt may succeed: true for failures of the connection, false for those of the
-    /// machine.
+    /// Whether another attempt may succeed: true for failures of the connection, false for failures of
+    /// the remote machine.
     pub(crate) fn may_pass(&self) -> bool {
         matches!(
             self,

@@ -204,7 +204,8 @@ impl ExecutorFileSystem for LocalFileSystem {
                 return Ok(None);
             };
             let (mut sender, receiver) = oneshot::channel();
-            // Ends with the change, when the caller drops the watch, or with the next watch.
+            // This task ends with the change, when the caller drops the watch, or with the next
+            // watch.
             let task = tokio::spawn(async move {
                 let changed = tokio::select! {
                     changed = watch.changed() => changed.is_ok(),

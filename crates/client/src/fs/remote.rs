@@ -125,7 +125,7 @@ impl RemoteFileSystem {
         let mut reader = self
             .open_read(path, ReadStreamOptions { offset, sandbox })
             .await?;
-        // Only a hint: the size of the file may have changed.
+        // The size is only a hint: the file may have changed.
         let mut data = BytesMut::with_capacity(usize::try_from(size).unwrap_or(0).min(1 << 30));
         while let Some(chunk) = reader.next_chunk().await? {
             data.extend_from_slice(&chunk);

@@ -13,14 +13,14 @@ use super::{BodySource, BufferedHttpResponse, ExecutorHttp, HttpBody, HttpReques
 use crate::error::{ExecServerError, Reply};
 use crate::options::millis;
 
-/// Makes requests from this machine, under the same rules as a server would.
+/// HTTP client of this machine, with the same rules as a server.
 #[derive(Debug, Clone)]
 pub struct LocalHttp {
     client: HttpClient,
 }
 
 impl LocalHttp {
-    /// Requests through this client.
+    /// Creates a backend that uses this HTTP client.
     pub fn new(client: HttpClient) -> Self {
         Self { client }
     }

@@ -1,4 +1,4 @@
-//! Requests over HTTP, made by some machine.
+//! HTTP backends: requests with the network of this machine or of a server's machine.
 //!
 //! Owns the trait that embedders program against. A server
 //! ([`ExecServerClient`](crate::ExecServerClient)) or this machine ([`LocalHttp`]) sends the requests.
@@ -20,7 +20,8 @@ use crate::error::{ExecServerError, Reply};
 pub use local::LocalHttp;
 pub(crate) use remote::BodyRoutes;
 
-/// Something that makes requests with the network of its machine, and values of its environment.
+/// HTTP backend of one machine: sends requests with its network, and with values of its environment
+/// variables.
 ///
 /// ```no_run
 /// use exec_server_client::http::{ExecutorHttp, HttpRequest};
@@ -37,16 +38,16 @@ pub(crate) use remote::BodyRoutes;
 /// # }
 /// ```
 pub trait ExecutorHttp: Send + Sync + fmt::Debug {
-    /// Sends a request and waits for the whole response; any status is one.
+    /// Sends a request and waits for the whole response. A response with any status is a success.
     ///
-    /// A caller that stops waiting ends the request.
+    /// Dropping the future cancels the request.
     ///
     /// # Errors
     ///
-    /// When the request cannot be sent, its host not be reached, or the response is too large.
+    /// When the request cannot be sent, its host cannot be reached, or the response is too large.
     fn fetch(&self, request: HttpRequest) -> Reply<'_, BufferedHttpResponse>;
 
-    /// Sends a request and waits for the headers of its response; the body comes as it is read.
+    /// Sends a request and waits for the headers of the response; the body is read as a stream.
     ///
     /// # Errors
     ///
@@ -54,27 +55,27 @@ pub trait ExecutorHttp: Send + Sync + fmt::Debug {
     fn open(&self, request: HttpRequest) -> Reply<'_, HttpStream>;
 }
 
-/// A request.
+/// HTTP request.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HttpRequest {
-    /// The method, in the case in which it is sent.
+    /// The method, sent exactly as written.
     pub method: String,
-    /// Where to: `http` or `https`.
+    /// The URL, with the scheme `http` or `https`.
     pub url: String,
     /// Headers, in order.
     pub headers: Vec<RequestHeader>,
     /// The body.
     pub body: Option<Bytes>,
-    /// How long everything may take, the body of the response included.
+    /// Timeout of the whole request, including the body of the response.
     pub timeout: Option<Duration>,
     /// Whether redirects are followed.
     pub redirect: RedirectPolicy,
-    /// Ask for a compressed body and unpack it, where the machine can.
+    /// Whether to request a compressed body, which the machine decompresses if it can.
     pub decompress: bool,
 }
 
 impl HttpRequest {
-    /// A request without a body.
+    /// Creates a request without a body.
     pub fn get(url: impl Into<String>) -> Self {
         Self {
             method: "GET".to_owned(),
@@ -94,7 +95,8 @@ impl HttpRequest {
         self
     }
 
-    /// Adds a header whose value ends with that of a variable of the machine that sends it.
+    /// Adds a header whose value ends with that of an environment variable of the machine that
+    /// sends the request.
     #[must_use]
     pub fn header_from_env(mut self, name: &str, prefix: &str, variable: &str) -> Self {
         self.headers.push(RequestHeader {
@@ -106,7 +108,7 @@ impl HttpRequest {
     }
 }
 
-/// A whole response.
+/// Complete HTTP response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BufferedHttpResponse {
     /// The status code.
@@ -117,7 +119,7 @@ pub struct BufferedHttpResponse {
     pub body: Bytes,
 }
 
-/// A response whose body is still to come; dropping it ends the request.
+/// HTTP response with a streamed body. Dropping it cancels the request.
 #[derive(Debug)]
 pub struct HttpStream {
     /// The status code.
@@ -128,33 +130,33 @@ pub struct HttpStream {
     pub body: HttpBody,
 }
 
-/// Where a body comes from; dropping it ends the request.
+/// Source of a streamed body. Dropping it cancels the request.
 ///
 /// Source of the bytes of an [`HttpBody`], for implementations of [`HttpBackend`] outside of this
 /// crate.
 pub trait BodySource: Send + fmt::Debug {
-    /// The next piece; nothing at the end. Cancel safe.
+    /// Returns the next piece; `None` at the end. Cancel safe.
     fn chunk(&mut self) -> BoxFuture<'_, Result<Option<Bytes>, ExecServerError>>;
 }
 
-/// A body as it comes.
+/// Streamed body of a response.
 ///
-/// Behind a server, a body that is not read makes the whole connection wait once some megabytes
-/// have piled up, as pushed output does.
+/// With a server, a body that is not read blocks the whole connection after some megabytes are
+/// buffered, as pushed output does.
 #[derive(Debug)]
 pub struct HttpBody(Box<dyn BodySource>);
 
 impl HttpBody {
-    /// A body from a source.
+    /// Creates a body from a source.
     pub fn new(source: impl BodySource + 'static) -> Self {
         Self(Box::new(source))
     }
 
-    /// The next piece; nothing at the end. Cancel safe.
+    /// Returns the next piece; `None` at the end. Cancel safe.
     ///
     /// # Errors
     ///
-    /// When the body broke off.
+    /// When the body ended before it was complete.
     pub async fn chunk(&mut self) -> Result<Option<Bytes>, ExecServerError> {
         self.0.chunk().await
     }

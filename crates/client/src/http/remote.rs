@@ -19,7 +19,7 @@ use crate::error::{ExecServerError, Reply};
 use crate::extension;
 use crate::options::millis;
 
-/// Bytes of a body that may wait for its consumer before the connection waits.
+/// Maximum buffered bytes of a body, after which the connection waits for its consumer.
 const MAX_WAITING: usize = 16 << 20;
 
 impl ExecutorHttp for ExecServerClient {
@@ -39,7 +39,8 @@ impl ExecutorHttp for ExecServerClient {
     fn open(&self, request: HttpRequest) -> Reply<'_, HttpStream> {
         Box::pin(async move {
             let (params, guard) = self.prepare(request, true).await?;
-            // Before the request: its pieces may come right after the response.
+            // The queue is created before the request, because pieces may arrive directly after the
+            // response.
             let queue = self.inner.routes.bodies.register(&params.request_id);
             let body = RemoteBody { queue, guard };
             let (answer, generation) = self.send_request(&params).await?;
@@ -82,7 +83,8 @@ impl ExecServerClient {
         Ok((params, guard))
     }
 
-    /// The response, and the generation of the connection that it came over, which brings the body.
+    /// The response, and the generation of the connection that delivered it. The body arrives over
+    /// the same connection.
     async fn send_request(
         &self,
         params: &RequestParams,
@@ -90,7 +92,7 @@ impl ExecServerClient {
         let caller = &self.inner.caller;
         let wait = params.timeout_ms.map(Duration::from_millis);
         let wait = wait.map(|wait| caller.timeout.saturating_add(wait));
-        // Once: it is not for us to say what a second request would do.
+        // The request is sent once only: whether a repetition is harmless depends on the site.
         caller
             .call_with_generation::<Request>(params, wait, false)
             .await
@@ -102,7 +104,7 @@ impl ExecServerClient {
 struct CancelGuard {
     client: ExecServerClient,
     request_id: String,
-    /// Whether the request has ended by itself.
+    /// Whether the request has ended without cancellation.
     over: bool,
 }
 
@@ -116,7 +118,7 @@ impl Drop for CancelGuard {
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             let request_id = std::mem::take(&mut self.request_id);
             runtime.spawn(async move {
-                // Without it, the request ends with its body or the connection.
+                // A server without `http/cancel` ends the request with its body or the connection.
                 if let Ok(true) = client.supports(extension::HTTP_CANCEL).await {
                     let _ = client.call::<Cancel>(&CancelParams { request_id }).await;
                 }
@@ -125,7 +127,7 @@ impl Drop for CancelGuard {
     }
 }
 
-/// A body behind a connection.
+/// Body that a connection delivers.
 #[derive(Debug)]
 struct RemoteBody {
     queue: Arc<BodyQueue>,
@@ -142,7 +144,7 @@ impl BodySource for RemoteBody {
     }
 }
 
-/// The bodies that one connection brings.
+/// Queues of the bodies that a session's connections deliver.
 #[derive(Debug, Default)]
 pub(crate) struct BodyRoutes {
     /// Never held across an await.
@@ -152,9 +154,9 @@ pub(crate) struct BodyRoutes {
 #[derive(Debug, Default)]
 struct BodyTable {
     bodies: HashMap<String, Arc<BodyQueue>>,
-    /// The latest connection that was lost, and why.
+    /// Generation of the last lost connection, and the reason of the loss.
     lost: Option<(u64, Arc<str>)>,
-    /// Why there will be no more.
+    /// Reason why no further bodies can be delivered.
     closed: Option<Arc<str>>,
 }
 
@@ -187,8 +189,8 @@ impl BodyRoutes {
         }
     }
 
-    /// Fails the bodies that a lost connection was to bring; those of requests that were not answered
-    /// yet are another matter.
+    /// Fails the bodies that a lost connection had to deliver. Bodies of requests without a response
+    /// are not affected.
     pub(crate) fn lose(&self, generation: u64, reason: &Arc<str>) {
         let mut table = self.table.lock();
         table.lost = Some((generation, Arc::clone(reason)));
@@ -204,7 +206,7 @@ impl BodyRoutes {
     fn remove(&self, request_id: &str) {
         let queue = self.table.lock().bodies.remove(request_id);
         if let Some(queue) = queue {
-            // Deliveries stop waiting for room in the queue.
+            // Pending deliveries stop waiting for room in the queue.
             queue.change(|waiting| waiting.abandoned = true);
         }
     }
@@ -221,7 +223,7 @@ impl BodyRoutes {
         }
     }
 
-    /// Fails every body, now and from now on.
+    /// Fails every body, current and future.
     pub(crate) fn close(&self, reason: &Arc<str>) {
         let bodies = {
             let mut table = self.table.lock();
@@ -247,10 +249,10 @@ struct BodyQueue {
 struct WaitingBody {
     pieces: VecDeque<Bytes>,
     bytes: usize,
-    /// The last number that came.
+    /// Sequence number of the last piece that arrived.
     seq: u64,
     end: Option<BodyEnd>,
-    /// The connection that it comes over, once that is known.
+    /// Generation of the connection that delivers the body, once the response has arrived.
     generation: Option<u64>,
     /// Whether the reader was dropped.
     abandoned: bool,
@@ -317,7 +319,7 @@ impl BodyQueue {
         self.readable.notify_waiters();
     }
 
-    /// The next piece; cancel safe.
+    /// Returns the next piece; cancel safe.
     async fn take(&self) -> Result<Option<Bytes>, ExecServerError> {
         loop {
             let readable = self.readable.notified();
@@ -419,7 +421,8 @@ mod tests {
         routes.begin("r", 1);
         routes.lose(1, &"cut".into());
         assert!(matches!(old.take().await, Err(ExecServerError::Closed(_))));
-        // Answered over the next connection, or over the lost one when that was not known yet.
+        // The response arrived over the next connection, or over the lost one before its loss was
+        // detected.
         routes.begin("s", 2);
         routes
             .deliver(BodyDeltaParams {

@@ -20,7 +20,6 @@ use crate::fs::{
 /// The targets of symbolic links are neither translated nor resolved here: they are text of the
 /// remote machine. If the remote root itself is below a symbolic link, its canonical path is
 /// requested once, when it is first needed.
-/// them when that first matters.
 #[derive(Debug, Clone)]
 pub struct MappedFileSystem {
     inner: Arc<dyn ExecutorFileSystem>,

@@ -7,10 +7,10 @@ use super::*;
 /// A process as its server knows it: output `n` carries `n % 5` bytes of value `n`.
 #[derive(Debug, Clone)]
 struct ServerLog {
-    /// Numbers 1 to this; the last one is the closing.
+    /// Number of the last event, which is the close; the first event has number 1.
     closed: u64,
     exited: u64,
-    /// Output up to here is gone.
+    /// Output up to this number is evicted.
     evicted_through: u64,
 }
 
@@ -64,7 +64,7 @@ impl ServerLog {
         (1..self.closed).filter(move |&seq| seq != exited)
     }
 
-    /// Answers like a server whose log reaches up to `written`.
+    /// Returns the response of a server whose log reaches up to `written`.
     fn read(
         &self,
         written: u64,
@@ -112,7 +112,8 @@ fn drain(order: &mut EventOrder) -> Vec<ExecProcessEvent> {
     std::iter::from_fn(|| order.poll()).collect()
 }
 
-/// Every number is accounted for once and in order, and only what is gone is a gap.
+/// Checks that every number is released once and in order, and that only evicted output becomes a
+/// gap.
 fn check(log: &ServerLog, released: &[ExecProcessEvent]) {
     let mut last = 0;
     let mut exits = 0;
@@ -172,7 +173,7 @@ fn logs() -> impl Strategy<Value = ServerLog> {
 }
 
 proptest! {
-    /// Whatever arrives, in whatever order and however often, and whenever holes are repaired.
+    /// For any order and repetition of events, and any time of the repairs.
     #[test]
     fn released_events_equal_the_log(
         log in logs(),
@@ -182,7 +183,7 @@ proptest! {
         max in proptest::option::of(0usize..6),
     ) {
         let log = ServerLog { evicted_through: if evicts { log.evicted_through } else { 0 }, ..log };
-        // Without word of eviction a response must not be cut short.
+        // A response from a server without `evicted` must not be limited.
         let max = max.filter(|_| states_evicted);
         let mut order = EventOrder::after(0);
         let mut released = Vec::new();
@@ -210,7 +211,7 @@ proptest! {
             }
         }
         check(&log, &released);
-        // Only an exit that is held among what is gone can hide a size.
+        // Only an exit that is held within the evicted range can make its size unknown.
         if states_evicted && log.exited > log.evicted_through {
             let hidden = |event: &ExecProcessEvent| {
                 matches!(event, ExecProcessEvent::Gap { bytes: None, .. })
@@ -374,8 +375,8 @@ fn output_lost_before_and_after_a_held_event_is_one_gap_of_its_size() {
     assert!(!order.has_hole());
 }
 
-/// Servers know the sizes of so many events and the sum of all: with what was counted here that is
-/// enough.
+/// Servers report the sizes of this many events and the total size. The size of the gap follows
+/// from the total and the bytes counted here.
 #[test]
 fn gap_of_a_reader_far_behind_excludes_bytes_already_counted() {
     let far = EVICTED_SIZES + 100;
@@ -401,7 +402,7 @@ fn gap_of_a_reader_far_behind_excludes_bytes_already_counted() {
     let mut order = EventOrder::after(3);
     order.fill(read(1_000_006), rules);
     assert_eq!(drain(&mut order), [gap(3, far, None)]);
-    // Nonsense is no size either.
+    // A total below the counted bytes is invalid, so the size of the gap is unknown.
     let mut order = EventOrder::after(0);
     (1..=3).for_each(|seq| order.accept(output(seq)));
     assert_eq!(drain(&mut order).len(), 3);

@@ -18,10 +18,10 @@ use super::{SshError, SshHost};
 const SSH_FAILED: i32 = 255;
 
 /// Maximum number of bytes kept of a command's output; the rest is read and discarded.
-const MAX_SAID: usize = 64 * 1024;
+const MAX_OUTPUT_BYTES: usize = 64 * 1024;
 
 /// Time to read the remaining output after a command has exited.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+const FINAL_OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Timeout of a request that our own ssh master answers locally.
 const MASTER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -266,7 +266,7 @@ impl SshHost {
                     status = child.wait() => {
                         // Background processes of the command may keep the streams open
                         // indefinitely.
-                        let _ = tokio::time::timeout(LAST_WORDS, reading).await;
+                        let _ = tokio::time::timeout(FINAL_OUTPUT_TIMEOUT, reading).await;
                         status
                     }
                     _ = &mut reading => child.wait().await,
@@ -387,7 +387,7 @@ impl AsyncRead for OwnedChildStdout {
 async fn marked_line(stream: &mut (impl AsyncRead + Unpin)) -> Option<String> {
     let mut total = 0;
     let mut line = Vec::new();
-    while total < MAX_SAID {
+    while total < MAX_OUTPUT_BYTES {
         let byte = stream.read_u8().await.ok()?;
         total += 1;
         if byte != b'\n' {
@@ -403,12 +403,12 @@ async fn marked_line(stream: &mut (impl AsyncRead + Unpin)) -> Option<String> {
     None
 }
 
-/// Reads a stream to its end and keeps the first [`MAX_SAID`] bytes.
+/// Reads a stream to its end and keeps the first [`MAX_OUTPUT_BYTES`] bytes.
 async fn gather(stream: &mut Option<impl AsyncRead + Unpin>, kept: &mut Vec<u8>) {
     let Some(stream) = stream else { return };
     let mut buffer = [0; 4096];
     while let Ok(read @ 1..) = stream.read(&mut buffer).await {
-        let room = MAX_SAID.saturating_sub(kept.len());
+        let room = MAX_OUTPUT_BYTES.saturating_sub(kept.len());
         kept.extend_from_slice(&buffer[..read.min(room)]);
     }
 }
@@ -423,7 +423,7 @@ mod tests {
         assert_eq!(marked_line(&mut text).await.unwrap(), "ready {}");
         assert_eq!(text, b"GET", "nothing after it is taken");
         assert_eq!(marked_line(&mut &b"exec-server-ssh cut"[..]).await, None);
-        let flood = b"x\n".repeat(MAX_SAID);
+        let flood = b"x\n".repeat(MAX_OUTPUT_BYTES);
         assert_eq!(marked_line(&mut &flood[..]).await, None);
     }
 

@@ -272,7 +272,7 @@ impl InstallBinary {
 struct RemotePlatform(String);
 
 impl RemotePlatform {
-    /// From the output of `uname -s` and `uname -m`.
+    /// Parses the output of `uname -s` and `uname -m`.
     fn parse_uname(words: &str) -> Self {
         let mut words = words.split_whitespace();
         let system = words.next().unwrap_or("unknown");
@@ -286,7 +286,7 @@ impl RemotePlatform {
         Self(format!("{system} {machine}"))
     }
 
-    /// From the ELF header of an executable.
+    /// Parses the ELF header of an executable.
     fn of_executable(head: &[u8]) -> Self {
         let [0x7f, b'E', b'L', b'F', class, order, ..] = head else {
             return Self("no Linux machine".to_owned());

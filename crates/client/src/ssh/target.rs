@@ -18,7 +18,7 @@ use crate::options::ExecServerClientConnectOptions;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct SshTarget {
-    /// How to reach the host.
+    /// Connection options of the host.
     pub ssh: SshOptions,
     /// Path mapping between a local and a remote directory, if paths are to be translated.
     pub map: Option<PathMap>,

@@ -183,7 +183,6 @@ pub(super) fn connect_target(
 
 /// Resolves the target: `--on` or `--url`, else `EXEC_SERVER_URL`, else the default of
 /// `environments.toml`, else this machine.
-/// `environments.toml`, else here.
 pub(super) fn resolve(server: &ServerArgs) -> anyhow::Result<CommandLocation> {
     if let Some(name) = &server.on {
         return named(name, server);

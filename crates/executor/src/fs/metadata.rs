@@ -135,8 +135,6 @@ pub fn set_metadata(
     let file = open(path, OFlags::PATH, Mode::empty(), links)?;
     // A descriptor without read permission allows neither change. Its path in `/proc/self/fd` leads
     // to the same file, even if the original path changes. A policy may hide `/proc`.
-    // `/proc/self/fd` leads to the same file, even if the original path changes. A policy may hide
-    // `/proc`.
     let mut target = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     if links == SymlinkPolicy::Follow && rustix::fs::stat(&target).is_err() {
         target = path.to_owned();

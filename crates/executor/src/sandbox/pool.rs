@@ -57,7 +57,7 @@ const SPINS_SKIPPED: u32 = 15;
 const SPINS_SKIPPED_WHEN_BUSY: u32 = 1023;
 
 /// Time in which a helper may exit by itself before it is killed.
-const FAREWELL: Duration = Duration::from_millis(500);
+const EXIT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Number of helpers that one request tries, if the host keeps changing mounts below their view.
 const ATTEMPTS: usize = 4;
@@ -160,7 +160,7 @@ impl Drop for Helper {
     fn drop(&mut self) {
         // The helper exits when its socket is closed.
         self.socket = None;
-        if !ready(self.pidfd.as_fd(), PollFlags::IN, FAREWELL) {
+        if !ready(self.pidfd.as_fd(), PollFlags::IN, EXIT_TIMEOUT) {
             let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
         }
         // The orphan reaper may have reaped it already.

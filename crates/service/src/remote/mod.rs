@@ -48,7 +48,7 @@ use validate::Validator;
 const DIAL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long streams may take to end when the environment stops.
-const FAREWELL: Duration = Duration::from_secs(2);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Configuration of an environment that is reached through a registry.
 #[derive(Debug, Clone)]
@@ -275,7 +275,7 @@ where
     let mut tasks = JoinSet::new();
     let mut farewell = pin!(async {
         stop.cancelled().await;
-        tokio::time::sleep(FAREWELL).await;
+        tokio::time::sleep(CLOSE_TIMEOUT).await;
     });
     loop {
         if stop.is_cancelled() && tasks.is_empty() {

@@ -43,7 +43,7 @@ const NOT_FOUND: u8 = 127;
 
 /// Time for the last requests of a program that ends before its command. A signal ends this program
 /// within 300 ms.
-const FAREWELL: Duration = Duration::from_millis(200);
+const EXIT_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Time for the end of a session whose command has exited: a round trip on the slowest usable
 /// connection. Without a response the server ends the session after the time of --keep-alive.
@@ -271,7 +271,7 @@ async fn execute(
             running = &mut beginning => running,
             code = signals.end() => {
                 // The command may have been started already; it is ended in this case.
-                if let Ok(Ok(running)) = tokio::time::timeout(FAREWELL / 2, &mut beginning).await {
+                if let Ok(Ok(running)) = tokio::time::timeout(EXIT_TIMEOUT / 2, &mut beginning).await {
                     let grace = Some(STOP_GRACE);
                     end_early(&running.location, running.process, watcher, grace).await;
                 }
@@ -426,14 +426,14 @@ async fn end_early(
             if let (Some(watcher), Some(_)) = (&watcher, grace) {
                 let timeout_ms = u64::try_from(STOP_GRACE.as_millis()).unwrap_or(u64::MAX);
                 let mode = TerminateMode::Graceful { timeout_ms };
-                let _ = tokio::time::timeout(FAREWELL, process.terminate(mode, false)).await;
+                let _ = tokio::time::timeout(EXIT_TIMEOUT, process.terminate(mode, false)).await;
                 watcher.give_time();
                 // The watcher process ends the rest. Dropping the handle would end it now.
                 std::mem::forget(process);
                 return;
             }
             let ended = process.terminate(TerminateMode::Force, true);
-            let _ = tokio::time::timeout(FAREWELL, ended).await;
+            let _ = tokio::time::timeout(EXIT_TIMEOUT, ended).await;
         }
         RunLocation::There { client, .. } => {
             let leaving = async {
@@ -448,7 +448,7 @@ async fn end_early(
                     left => left.is_ok(),
                 }
             };
-            if !tokio::time::timeout(FAREWELL, leaving)
+            if !tokio::time::timeout(EXIT_TIMEOUT, leaving)
                 .await
                 .unwrap_or(false)
             {
