@@ -162,8 +162,8 @@ impl Outbox {
     }
 
     /// Makes the writer send the queued messages and the close frame, if there is one, and stop.
-    pub(crate) fn finish(&self, farewell: Option<CloseReason>) {
-        self.state().finishing = Some(farewell);
+    pub(crate) fn finish(&self, close_reason: Option<CloseReason>) {
+        self.state().finishing = Some(close_reason);
         self.wake.notify_one();
     }
 

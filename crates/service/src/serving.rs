@@ -203,12 +203,12 @@ async fn serve(
             let _ = tokio::time::timeout(CLOSE_TIMEOUT, connection.closed.cancelled()).await;
         }
         ConnectionEnd::Unauthorized(reason) => {
-            let farewell = (close_code::POLICY_VIOLATION, reason.to_owned());
-            connection.outbox.finish(Some(farewell));
+            let close_reason = (close_code::POLICY_VIOLATION, reason.to_owned());
+            connection.outbox.finish(Some(close_reason));
             let _ = tokio::time::timeout(SHORT_FAREWELL, connection.closed.cancelled()).await;
         }
-        ConnectionEnd::Broken(farewell) => {
-            connection.outbox.finish(Some(farewell));
+        ConnectionEnd::Broken(close_reason) => {
+            connection.outbox.finish(Some(close_reason));
             // Waits until the peer has read the reason and has closed the connection: it may still
             // be sending a large message.
             let _ = tokio::time::timeout(CLOSE_TIMEOUT, reader.incoming.discard()).await;

@@ -273,7 +273,7 @@ where
     let mut driver = pin!(relay::serve(executor, dial, admit, accepted));
     // Dropped with this future, which aborts the tasks.
     let mut tasks = JoinSet::new();
-    let mut farewell = pin!(async {
+    let mut shutdown = pin!(async {
         stop.cancelled().await;
         tokio::time::sleep(CLOSE_TIMEOUT).await;
     });
@@ -283,7 +283,7 @@ where
         }
         tokio::select! {
             () = stop.cancelled(), if !stop.is_cancelled() => {}
-            () = &mut farewell => return Ok(()),
+            () = &mut shutdown => return Ok(()),
             error = &mut driver => return Err(match error.source.downcast() {
                 Ok(source) if environment_registration.registered.load(Ordering::Relaxed) => {
                     RemoteEnvironmentError::Deleted { environment_id, source: *source }
