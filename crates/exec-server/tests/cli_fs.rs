@@ -318,7 +318,7 @@ async fn cp_archive_keeps_modes_times_links_and_any_name() {
         let link = fs::read_link(root.join("sub/link")).unwrap();
         assert_eq!(link, Path::new("../plain"));
     }
-    // One by one, as a shell passes them.
+    // The paths are separate arguments, as a shell passes them.
     for name in names {
         let mut argument = OsString::from(":copy/");
         argument.push(OsStr::from_bytes(name));
@@ -391,7 +391,7 @@ async fn cp_resumes_an_interrupted_upload() {
     );
     assert!(!part.exists());
 
-    // And back, with a partial file that has other content.
+    // The same for a download, with a partial file that has other content.
     fs::write(test.here(".image.exec-server-part"), pattern(1000)).unwrap();
     fs::remove_file(test.here("image")).unwrap();
     test.run(&["cp", ":image", "."]).ok();
@@ -503,7 +503,7 @@ async fn fs_watch_prints_changes() {
         line,
         format!("created   {}", test.there("new file").display())
     );
-    // When its output is closed, it ends.
+    // The command ends when its output is closed.
     drop(lines);
     fs::write(test.there("another"), "").unwrap();
     let mut number = 0;

@@ -84,7 +84,7 @@ async fn real_client_is_notified_of_network_decisions() {
 #[tokio::test]
 async fn real_client_decides_about_an_unlisted_host() {
     for (outcome, reason) in [("allow", "allow"), ("deny", "not_allowed")] {
-        // Represents the rest of the internet.
+        // A site that represents all other hosts of the internet.
         let world = HttpSite::saying(answer("200 OK", "", "the world\n")).await;
         let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
         command.arg("--set");

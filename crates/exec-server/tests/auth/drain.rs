@@ -1,4 +1,4 @@
-//! Shutdown of a server: what it lets finish, and what its clients receive.
+//! Shutdown of a server: running processes, and messages that clients receive.
 
 use exec_server_testkit::proc;
 use exec_server_testkit::wire::StartBuilder;

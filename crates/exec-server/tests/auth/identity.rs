@@ -20,7 +20,7 @@ fn now() -> i64 {
     i64::try_from(since.as_secs()).unwrap()
 }
 
-/// A token with these claims, valid for ten minutes unless they say otherwise.
+/// Creates a token with these claims, valid for ten minutes unless the claims set another time.
 fn token(claims: Value) -> String {
     let mut all = json!({"exp": now() + 600});
     for (name, value) in claims.as_object().unwrap() {
@@ -60,7 +60,7 @@ async fn silent(server: &ServerProcess, token: &str) -> TcpStream {
     stream
 }
 
-/// Waits for the close frame of such a connection, and its end; the code and the reason.
+/// Waits for the close frame and the end of the connection; returns the code and the reason.
 async fn close_of(mut stream: TcpStream) -> (u16, String) {
     let mut received = Vec::new();
     let read = stream.read_to_end(&mut received);
@@ -213,7 +213,7 @@ async fn removing_a_token_closes_its_connections_and_adding_one_needs_no_restart
     assert_eq!(status(&server, "one-token").await, 401);
     assert_eq!(status(&server, "three-token").await, 101);
     two.ok("process/list", json!({})).await;
-    // With other scopes it is another token.
+    // A token with changed scopes is a different credential, so its connections are closed.
     settings(&[format!("{}:fs:read", named[1])]);
     proc::signal(server.pid(), Signal::HUP);
     two.end().await;

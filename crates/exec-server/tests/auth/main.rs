@@ -1,6 +1,6 @@
 //! Access to a server: tokens, scopes, origins, settings and their reload.
 //!
-//! The built binary as a black box, as its operator and its clients see it.
+//! The tests use the built binary as a black box, as operators and clients do.
 
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 

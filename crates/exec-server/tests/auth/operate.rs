@@ -287,7 +287,7 @@ async fn sampled_requests_are_exported_as_spans() {
     let server = start(&["--set", &endpoint, "--set", "traces.service=here"]).await;
     let mut client = session_with(server.url(), "x").await;
     let id = "0af7651916cd43dd8448eb211c80319c";
-    // One traced request, one not sampled, one without a trace; and one that fails.
+    // The requests: one traced, one not sampled, one without a trace, and one that fails.
     for (number, trace) in [
         (
             901,

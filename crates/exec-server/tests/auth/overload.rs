@@ -1,4 +1,4 @@
-//! More than a server accepts: which connections are refused, how, and which are unaffected.
+//! Overload: which connections are refused and how, and which are unaffected.
 
 use exec_server_testkit::proc;
 use exec_server_testkit::wire::StartBuilder;

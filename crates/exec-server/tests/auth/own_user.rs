@@ -13,7 +13,8 @@ const BINARY: &str = env!("CARGO_BIN_EXE_exec-server");
 /// A user id without a login.
 const OTHER: u32 = 65_534;
 
-/// Runs the program with a runtime directory, as another user if a test of root asks for it.
+/// Runs the program with a runtime directory; as another user if a test that runs as root requests
+/// it.
 fn client(runtime: &Path, args: &[&str], uid: Option<u32>) -> Output {
     let mut command = Command::new(BINARY);
     command

@@ -13,7 +13,7 @@ use tokio::process::Command;
 
 use crate::{AuthFiles, session_with, text_of};
 
-/// Begins every secret of the server.
+/// Prefix of every secret of the server.
 const SECRET: &str = "secret-of-the-server";
 
 /// Requests of a file method for one path; `free` is a path that may be written. Methods without a
@@ -133,7 +133,7 @@ impl ReachFixture {
         }
     }
 
-    /// Every name of a file of the server.
+    /// Every path that leads to a file of the server.
     fn aliases(&self) -> Vec<String> {
         let mut aliases = self.secrets.clone();
         aliases.extend(
@@ -212,7 +212,7 @@ async fn files_of_the_server_are_out_of_reach_of_every_method_and_token() {
                     let what = format!("{name}: {} {params}", row.name);
                     let answer = client.call(row.name, params).await;
                     let failure = match answer {
-                        // The root of a walk is no directory, or cannot be listed.
+                        // The root of a walk is not a directory, or cannot be listed.
                         Ok(walked) if method == MethodId::FsWalk => {
                             assert_eq!(walked["entries"], json!([]), "{what}");
                             continue;
@@ -227,7 +227,7 @@ async fn files_of_the_server_are_out_of_reach_of_every_method_and_token() {
                         continue;
                     }
                     assert!(allowed, "{what}: {failure}");
-                    // These are refused by the kernel before the file is known.
+                    // The kernel refuses these opens before the server can identify the file.
                     let by_kernel = match method {
                         MethodId::FsReadDirectory => "Not a directory",
                         MethodId::FsOpen if alias.ends_with("/exec-server") => "Text file busy",
@@ -405,7 +405,7 @@ async fn tokens_are_in_no_environment_of_the_server() {
     let (server, guardian) = fixture.pids();
     for pid in [server.to_string(), guardian.to_string()] {
         let environment = std::fs::read(Path::new("/proc").join(pid).join("environ"));
-        // Only root may read it at all.
+        // Only root may read the other process's memory at all.
         let environment = environment.unwrap_or_default();
         let environment = String::from_utf8_lossy(&environment);
         assert!(!environment.contains(SECRET), "{environment}");

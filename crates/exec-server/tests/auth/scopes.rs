@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use crate::{AuthFiles, session_with, start};
 
-/// Asserts that the method is refused because the token assert_needs_scope this scope.
+/// Asserts that the method is refused because the token lacks this scope.
 async fn assert_needs_scope(client: &mut WireClient, method: &str, params: Value, scope: &str) {
     let failure = client.call(method, params).await.unwrap_err();
     assert_eq!(failure.code, -32600, "{method}: {failure}");

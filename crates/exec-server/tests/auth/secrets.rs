@@ -86,7 +86,7 @@ async fn sandboxed_process_cannot_read_secrets_of_the_server() {
 async fn sandboxed_process_cannot_read_a_signing_secret_with_a_relative_path() {
     let files = AuthFiles::new();
     let secret = files.write("secret", &"s".repeat(32));
-    // Contains nothing secret.
+    // A file without secrets.
     let settings = files.write("settings.toml", "[limits]\nsessions = 100\n");
     let sign = ["token", "sign", "--secret-file", &secret];
     let token = String::from_utf8(crate::output(&sign).await.stdout).unwrap();
@@ -121,7 +121,8 @@ async fn sandbox_policies_are_audited_and_refusals_counted() {
     client
         .run(StartBuilder::sh("disabled", "true").with("sandbox", disabled))
         .await;
-    // Refused because of their policies: a path outside the root, and a network without a manager.
+    // These starts are refused because of their policies: a path outside the root, and a network
+    // without a manager.
     let mut outside = policy(json!([{
         "path": {"type": "special", "value": {"kind": "project_roots", "subpath": "../x"}},
         "access": "write",
@@ -140,7 +141,7 @@ async fn sandbox_policies_are_audited_and_refusals_counted() {
     nowhere["cwd"] = json!("file:///tmp");
     let read = json!({"path": "file:///etc/passwd", "sandbox": nowhere});
     client.refused("fs/readFile", read).await;
-    // Refused for other reasons.
+    // These starts are refused for other reasons.
     let nothing = StartBuilder::new("nothing", &[]).with("sandbox", read_only());
     client.refused("process/start", nothing.0).await;
     let missing = StartBuilder::new("missing", &["/no/such/program"]).with("sandbox", read_only());

@@ -30,7 +30,7 @@ use tokio::process::Command;
 
 use crate::subjects::{command, exited, read_until, sh};
 
-/// Longer than any step here takes; a hang is a failure.
+/// Longer than any step of these tests takes: a step that hangs fails its test.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 async fn soon<T>(future: impl Future<Output = T>) -> T {
@@ -161,7 +161,8 @@ async fn cuttable(url: &str, cutter: &Arc<LinkCutter>) -> ExecServerClient {
         .unwrap()
 }
 
-/// One of each: start, output, write, output of both streams, exit, close, terminate.
+/// The commands of one session: start, output, write, output of both streams, exit, close,
+/// terminate.
 async fn session(client: &ExecServerClient, delivery: Delivery) {
     let script = "echo ready; read line; echo got $line; echo bad >&2; exit 7";
     let params = StartParams {
@@ -603,7 +604,7 @@ async fn restarted_server_fails_the_session_and_accepts_a_new_one() {
     let process = client.start(sh("sleep 600")).await.unwrap().process;
     let second = start().await;
     proxy.lead_to(second.url());
-    // Before the client could end its session.
+    // The connection is cut before the client could end its session.
     proxy.cut();
     drop(first);
     let reason = fails(&client).await;
@@ -687,7 +688,7 @@ async fn session_is_attached_to_one_client_at_a_time() {
     proxy.cut();
     let mut states = first.states();
     becomes(&mut states, &ConnectionState::Recovering).await;
-    // Two clients race for it, and one wins.
+    // Two clients try to resume the session at the same time, and one succeeds.
     let second = soon(async {
         loop {
             let (one, two) = tokio::join!(other(first.session_id()), other(first.session_id()));
@@ -717,7 +718,7 @@ async fn start_interrupted_by_a_cut_runs_once() {
     let cutter = LinkCutter::new();
     let directory = tempfile::tempdir().unwrap();
     let log = directory.path().join("log");
-    // The request arrives and its response does not; or not even the request arrives.
+    // In the first case the response is lost; in the second case the request itself.
     for passed in [1, 0] {
         let client = cuttable(&url, &cutter).await;
         cutter.arm(passed, &[]);

@@ -20,7 +20,7 @@ fn launch(backend: &Arc<dyn ExecBackend>, io: ProcessIo, line: &str) -> ExecComm
     let mut request = DirectRequest::shell("/bin/sh", false, line, cwd);
     request.io = io;
     let mut command = ExecCommand::new("call", CommandLaunch::direct(Arc::clone(backend), request));
-    // Far more than any step here takes: the result must come before.
+    // Yield time much longer than any step here takes: the result must arrive earlier.
     command.yield_time = Some(Duration::from_secs(30));
     command
 }

@@ -13,8 +13,8 @@ use rustix::process::Signal;
 
 use super::{BINARY, in_terminal, in_terminal_with, run_with, seen, server, targets, text, until};
 
-/// A signal ends the client within 300 ms. Tests run on busy machines: they allow more, but far less
-/// than any other way to the end takes.
+/// The client must end within 300 ms after a signal. The tests run on busy machines, so they allow
+/// more, but far less than any other way to end takes.
 const SOON: Duration = Duration::from_secs(4);
 
 /// `run` with this script, a piped output and a marker in the command's environment.
@@ -299,7 +299,7 @@ async fn escape_ends_run_in_a_terminal_and_restores_it() {
     let (_server, targets) = targets().await;
     for url in &targets {
         let script = "trap '' INT TERM HUP; stty -a | grep -o .icanon; echo up; sleep 600";
-        // The outer shell shows the modes of the terminal after the end.
+        // The outer shell prints the terminal modes after `run` has exited.
         let url = url
             .as_deref()
             .map_or(String::new(), |url| format!("--url {url}"));
@@ -475,7 +475,7 @@ async fn run_reports_a_session_that_expired_while_disconnected() {
     let options = ["--keep-alive", "100ms"];
     let mut run = start(Some(&proxy.url()), &options, "echo up; sleep 600", &mark);
     printed(&mut run, "up\n");
-    // The client stops, as that of a sleeping machine.
+    // SIGSTOP stops the client, as suspending its machine would.
     proc::signal(run.id(), Signal::STOP);
     proxy.cut();
     all_gone(&mark).await;
@@ -571,7 +571,7 @@ async fn pager_keeps_its_keys_in_a_pipeline() {
         let url = url
             .as_deref()
             .map_or(String::new(), |url| format!("--url {url}"));
-        // Stands for a pager: it changes the modes of the terminal and reads one key.
+        // A script that acts like a pager: it changes the modes of the terminal and reads one key.
         let pager = "{ stty raw -echo </dev/tty; head -c 10 >/dev/null; echo ready; \
                      head -c 1 </dev/tty >/dev/null; stty sane </dev/tty; }";
         let outer = format!(

@@ -88,7 +88,7 @@ async fn installed_link_answers_version_probes_and_serves() {
 async fn install_replaces_other_files_only_if_forced() {
     let directory = tempfile::tempdir().unwrap();
     install(directory.path()).await;
-    // A second time changes nothing.
+    // Installing a second time changes nothing.
     let link = install(directory.path()).await;
     std::fs::remove_file(&link).unwrap();
     std::fs::write(&link, "other").unwrap();

@@ -389,7 +389,7 @@ async fn in_terminal(url: Option<&str>, script: &str) -> Process {
     in_terminal_with(url, &[], script).await
 }
 
-/// The same, with options of `run`.
+/// Same as [`in_terminal`], with options of `run`.
 async fn in_terminal_with(url: Option<&str>, options: &[&str], script: &str) -> Process {
     let executor = Executor::new(ExecutorConfig::default()).unwrap();
     let mut argv: Vec<String> = [BINARY, "run"].map(str::to_owned).to_vec();

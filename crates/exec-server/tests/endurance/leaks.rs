@@ -34,7 +34,7 @@ pub(super) async fn leaves_nothing(count: usize, mut object: impl AsyncFnMut(usi
     for number in 0..count {
         object(number).await;
     }
-    // Records expire, tasks end.
+    // Waits until records expire and tasks end.
     tokio::time::sleep(Duration::from_millis(500)).await;
     let before = live_bytes();
     for number in count..2 * count {
@@ -263,7 +263,7 @@ async fn open_files_and_streams_leave_no_memory() {
             .unwrap();
         let read = reader.next_chunk().await.unwrap().unwrap();
         assert_eq!(read[..], chunk[..read.len()]);
-        // Dropped before its end.
+        // The body is dropped before its end.
         drop(reader);
         let whole = files
             .read_file(&path, AccessOptions::default())

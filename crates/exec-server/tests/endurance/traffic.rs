@@ -113,12 +113,13 @@ async fn cancelled_http_requests_leave_no_memory() {
     let url = |path: &str| HttpRequest::get(format!("http://{site}{path}"));
     let (_server, client) = served(config()).await;
     leaves_nothing(40, async |_| {
-        // While the body arrives, read and unread.
+        // Bodies are cancelled while they arrive, read and unread.
         let mut stream = client.open(url("/endless")).await.unwrap();
         assert!(stream.body.chunk().await.unwrap().is_some());
         drop(stream);
         drop(client.open(url("/endless")).await.unwrap());
-        // While the response is awaited, cancelled by the caller and by its own time limit.
+        // Requests are cancelled while the response is awaited, by the caller and by their own time
+        // limit.
         let silent = client.fetch(url("/silent"));
         let cancelled = tokio::time::timeout(Duration::from_millis(5), silent).await;
         assert!(cancelled.is_err());
@@ -268,7 +269,7 @@ impl Relay {
     fn args(&self, url: &str) -> RegistryConnectArgs {
         let auth = RegistryAuth::bearer("alice-token");
         let mut args = RegistryConnectArgs::new(url, "box", auth, "test");
-        // A session whose client leaves without a word ends soon.
+        // A session whose client disconnects without ending it expires soon.
         args.options.detach_grace = Some(Duration::from_millis(1));
         args
     }

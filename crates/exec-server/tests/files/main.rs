@@ -728,7 +728,7 @@ mod cases {
         assert!(wait(std::slice::from_ref(&missing)).await.is_none());
     }
 
-    /// A policy that lets everything be read but `secret`, and only `work` be written.
+    /// A policy that allows reading everything except `secret`, and writing only to `work`.
     fn policy(subject: &FilesSubject) -> Option<Sandbox> {
         let entry = |name: &str, access| SandboxEntry {
             path: EntryPath::Path {

@@ -33,7 +33,7 @@ impl FilesSubject {
 
     /// A path in the directory.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
-        // Without links in the path, which some calls refuse.
+        // The path contains no links, which some calls refuse.
         self.directory.path().canonicalize().unwrap().join(name)
     }
 

@@ -94,7 +94,7 @@ fn complete(report: &TransferReport) {
     assert!(report.failures.is_empty(), "{:?}", report.failures);
 }
 
-/// Unusual names, links of every kind, modes, times, empty and large files.
+/// A tree with unusual names, links of every kind, modes, times, empty and large files.
 fn tree(root: &Path) {
     fs::create_dir_all(root.join("sub/empty")).unwrap();
     fs::create_dir_all(root.join("sub/deep/er")).unwrap();
@@ -123,7 +123,7 @@ fn tree(root: &Path) {
     ] {
         symlink(target, root.join(name)).unwrap();
     }
-    // A directory that only root may write to, once it exists.
+    // A directory that only root may write to after it was created.
     set(&root.join("sub/deep/er"), 0o555, 1_400_000_000);
     set(&root.join("sub"), 0o750, 1_400_000_001);
 }
@@ -170,7 +170,7 @@ pub(crate) async fn uploaded_tree_is_downloaded_unchanged(subject: FilesSubject)
         assert_eq!(picture(&source, archive), picture(&back, archive));
         assert_eq!(mode(&back.join("script")), 0o111);
     }
-    // Once more, onto the existing tree, including links.
+    // The second copy goes onto the existing tree, including links.
     let again = send(&subject, &source, "plain", options(true));
     complete(&again.await.unwrap());
     assert_eq!(

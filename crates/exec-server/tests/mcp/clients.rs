@@ -103,7 +103,7 @@ fn check(seen: &Value) {
     );
 }
 
-/// Both lifecycles of the SDK: the newest, and the older handshake.
+/// The SDK supports two lifecycles: the newest, and the older handshake.
 #[tokio::test]
 async fn python_sdk_works_over_stdio() {
     for mode in ["auto", "legacy"] {

@@ -123,7 +123,7 @@ async fn sessions_can_be_written_read_listed_and_ended() {
     assert_eq!(listed["processes"][0]["session_id"], session);
     assert_eq!(listed["processes"][0]["environment_id"], "local");
     let log = listed["processes"][0]["log"].as_str().unwrap().to_owned();
-    // The same as a resource.
+    // The output is also available as a resource.
     let resources = client.ok("resources/list", json!({})).await;
     assert_eq!(resources["resources"][0]["uri"], log);
     let contents = client.ok("resources/read", json!({"uri": log})).await;

@@ -93,7 +93,7 @@ async fn yield_time_is_clamped() {
     let refused = json!({"session_id": session, "chars": "text"});
     let refused = client.fails("write_stdin", refused).await;
     assert!(refused.contains("stdin is closed"), "{refused}");
-    // Much longer than allowed, but the interrupt ends it early.
+    // The timeout is much longer than allowed, but the interrupt ends the call early.
     let stop = json!({"session_id": session, "chars": "\u{3}", "yield_time_ms": u64::MAX});
     let ended = client.tool("write_stdin", stop).await;
     assert_eq!(ended["exit_code"], 130, "{ended}");
@@ -129,7 +129,7 @@ async fn disconnect_ends_the_commands_of_the_client() {
     let mut client = McpClient::start(work.path(), &[]).await;
     let arguments = json!({"cmd": "setsid sleep 7301 & exec sleep 7301", "yield_time_ms": 250});
     client.tool("exec_command", arguments).await;
-    // And one in the middle of a call.
+    // Another client disconnects in the middle of a call.
     let arguments = json!({"cmd": "exec sleep 7302", "yield_time_ms": 30_000});
     let params = json!({"name": "exec_command", "arguments": arguments});
     client.send("tools/call", params).await;

@@ -30,7 +30,7 @@ async fn write_file_and_read_file_return_exact_content() {
         (&json!(101), &json!(102))
     );
     assert!(text(&result).ends_with("[more from line 102]\n"));
-    // Read in parts of limited size, line by line to the end.
+    // The file is read in parts of limited size, line by line to the end.
     let (mut offset, mut all) = (json!(1), String::new());
     while !offset.is_null() {
         let arguments =

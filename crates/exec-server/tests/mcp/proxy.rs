@@ -90,7 +90,7 @@ async fn proxy_forwards_messages_in_both_directions() {
 async fn oversized_line_ends_the_proxy() {
     let test = ProxyFixture::new().await;
     let mut client = test.proxy(&[], PYTHON);
-    // Just within the limit, with its two quotes.
+    // A line just within the limit, including its two quotes.
     client.send("long", json!({"bytes": (8 << 20) - 2})).await;
     let whole = client.message().await.unwrap();
     assert_eq!(whole.as_str().unwrap().len(), (8 << 20) - 2);

@@ -189,7 +189,8 @@ async fn token_from_the_environment_is_hidden_from_commands_and_logs() {
             .env(variable, &token);
         let executor = RunningProgram::start(command).await;
         let client = deployment.connect(variable).await;
-        // Everything that a command can read about this user's processes, including itself.
+        // The script prints everything that a command can read about this user's processes,
+        // including itself.
         let look = "env; cat /proc/$PPID/environ /proc/$PPID/cmdline; \
                     for p in $(cat /proc/$PPID/task/*/children) $(awk '/^PPid/{print $2}' /proc/$PPID/status); \
                     do cat /proc/$p/environ /proc/$p/cmdline; done 2>/dev/null; echo looked";

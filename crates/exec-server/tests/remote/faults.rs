@@ -130,7 +130,7 @@ async fn changed_bytes_end_the_stream_but_not_the_session() {
     let process = process.unwrap().process;
     at.stub.flip.store(true, Ordering::Relaxed);
     process.write("\n".into()).await.unwrap();
-    // Whether the client recovers or another client resumes: the bytes are right.
+    // The bytes are complete and in order, whether the client recovers or another client resumes.
     let resumed = async {
         let mut closed = first.closed();
         let _ = closed.wait_for(Option::is_some).await;

@@ -32,7 +32,7 @@ const REVOCATION_LIMIT: Duration = Duration::from_secs(1);
 struct Fleet {
     directory: TempDir,
     nats: Nats,
-    /// How nodes reach NATS, and their other options.
+    /// NATS servers of the nodes, and their other options.
     options: Vec<String>,
     nodes: Vec<Option<RunningProgram>>,
 }
@@ -267,7 +267,7 @@ impl Fleet {
         assert!(waited.is_ok(), "not {count} {kind} at {node}");
     }
 
-    /// The same for all nodes.
+    /// Waits until all nodes have this many sockets of a kind.
     async fn wait_sockets(&self, kind: &str, counts: &[usize]) {
         for (node, count) in counts.iter().enumerate() {
             self.wait_sockets_at(node, kind, *count).await;
@@ -408,7 +408,7 @@ async fn bulk_data_between_nodes_is_exact_despite_a_slow_reader() {
         .unwrap();
     let (output, _) = collect(&client, "p", "seq 1 1500000").await;
     assert!(output == lines(1_500_000), "{} bytes", output.len());
-    // The same from client to executor.
+    // Also a slow reader in the direction from client to executor.
     let started = client.start(sh("up", "sha256sum")).await.unwrap();
     let block = bytes::Bytes::from(lines(200_000));
     for _ in 0..4 {
@@ -478,7 +478,7 @@ async fn paused_node_is_fenced_when_it_continues() {
             .0,
         b"one\n"
     );
-    /// Much longer than a lease.
+    /// The pause is much longer than a lease.
     const PAUSED: Duration = Duration::from_secs(20);
     fleet.node(0).signal(Signal::STOP);
     let paused = Instant::now();
@@ -665,7 +665,8 @@ async fn revoked_token_ends_its_streams_at_all_nodes() {
     let fleet = Fleet::new(3).await;
     let _executor = fleet.executor(0, "box").await;
     fleet.add_token("mallory", "harness", "default").await;
-    // One at the executor's node, the others elsewhere, one of them at the node that revokes.
+    // One client is at the executor's node, the others elsewhere, one of them at the node that
+    // revokes.
     let (script, _) = counting(30);
     let mut clients = Vec::new();
     for node in [0, 1, 2] {
@@ -678,7 +679,7 @@ async fn revoked_token_ends_its_streams_at_all_nodes() {
         wait_for_line(&*started.unwrap().process, 10).await;
         clients.push(client);
     }
-    // And one that receives much output and reads none of it.
+    // Another client receives much output and reads none of it.
     let home = fleet.directory.path().join("stuck");
     std::fs::create_dir_all(&home).unwrap();
     let mut stuck = program(&home);
@@ -1209,7 +1210,7 @@ async fn events_of_every_node_are_received_at_each_node() {
             .await
             .expect("an event of the other node");
     }
-    // Messages that no node has sent.
+    // Messages that were not sent by a node are ignored.
     let forged = r#"{"event":"a\ndata: {}","tenant":"acme","data":{"node":"x"}}"#;
     for message in ["", "nonsense", "7", forged] {
         fleet.nats.publish_message("exec-server.e", message).await;

@@ -147,7 +147,7 @@ async fn restarted_rendezvous_server_loses_no_output() {
     let mut streams = opening.join_all().await;
     for round in 1..=2 {
         deployment.die().await;
-        // While no rendezvous server runs.
+        // The request is sent while no rendezvous server runs.
         let mut writes = Vec::new();
         for (_, process, ..) in &streams {
             let process = std::sync::Arc::clone(process);

@@ -158,7 +158,8 @@ fn stub_registry(at: &StubServer) -> CodexRegistry {
     }
 }
 
-/// The real executor behaves as the table says; `lifecycle` plays it with ours.
+/// The real executor behaves as `lifecycle::CASES` lists; `lifecycle` tests the
+/// same cases with ours.
 #[tokio::test]
 async fn real_executor_exits_or_retries_as_listed_in_cases() {
     let home = CodexHome::new();

@@ -1,6 +1,5 @@
-//! Life of an executor at the registry of a service: what it does when the environment is refused,
-//! deleted or replaced, how it renews credentials, and how it behaves as the first process of a
-//! container.
+//! Lifecycle of an executor at a service's registry: refused, deleted and replaced environments,
+//! renewed credentials, and execution as the first process of a container.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -29,7 +28,7 @@ pub(super) enum Outcome {
     Retries,
 }
 
-/// One row of the table: what happens to an executor.
+/// One case: events at the registry, and the expected behaviour of an executor.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Case {
     /// The first registration gets a response with this status.
@@ -44,8 +43,8 @@ pub(super) enum Case {
 
 /// Responses of the registry, with the behaviour of the executor of Codex 0.169 and of ours.
 ///
-/// The differences: ours keeps trying if the registry is unavailable or overloaded, because that
-/// passes, and the machine would otherwise be lost with everything that runs on it.
+/// The difference: ours keeps trying if the registry is unavailable or overloaded. Such failures
+/// are temporary, and the machine would otherwise be lost with all its processes.
 pub(super) const CASES: &[(Case, Outcome, Outcome)] = {
     use Case::*;
     use Outcome::*;
@@ -71,7 +70,7 @@ pub(super) const CASES: &[(Case, Outcome, Outcome)] = {
     ]
 };
 
-/// Plays a case with an executor, and checks what it does.
+/// Runs a case with an executor, and checks its behaviour.
 pub(super) async fn play(case: Case, expected: Outcome, start: &(dyn Fn(&str) -> Command + Sync)) {
     let registry = FakeRegistry::start().await;
     if let Case::First(status) = case {
@@ -353,7 +352,7 @@ async fn executor_as_the_first_process_reaps_orphans_and_exits_with_0_on_sigterm
                   (setsid sleep 1000 >/dev/null 2>&1 &); echo started";
     let (output, code) = collect(&client, "p", script).await;
     assert_eq!((output.as_slice(), code), (&b"started\n"[..], 0));
-    // No zombie stays.
+    // All ended orphans were reaped.
     let count = "cat /proc/[0-9]*/stat 2>/dev/null | grep -c ') Z ' || true";
     let reaped = async {
         let mut round = 0;

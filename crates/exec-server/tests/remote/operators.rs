@@ -83,7 +83,7 @@ async fn fleet_lists_nodes_environments_and_streams() {
         json!({"streams": []})
     );
 
-    // Output for people.
+    // The output without `--json`.
     for (words, head, cell) in [
         (&["nodes"][..], "NODE", name),
         (&["environments"], "TENANT", "spare"),

@@ -1,7 +1,7 @@
 //! A small registry and rendezvous server that can be made to misbehave.
 //!
-//! For behaviour that the real one never shows: wrong responses, changed bytes, failures of some
-//! calls only.
+//! Produces behaviour that the real one never shows: wrong responses, changed bytes, failures of
+//! some calls only.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;

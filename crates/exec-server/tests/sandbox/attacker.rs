@@ -489,7 +489,7 @@ async fn sequence(
     let tree = Tree::make(fixture, number, &mut random);
     let work = tree.root.join("work");
     let objects = random.below(4) == 0 && tree.repository == "directory";
-    // Under other policies, a command may copy what is outside into the workspace.
+    // Under the other policies, a command may read files outside and copy them into the workspace.
     let minimal = random.below(4) == 0;
     let policies: &[Policy] = match (minimal, objects) {
         (true, _) => &[Policy::Minimal],
@@ -519,7 +519,7 @@ async fn sequence(
                         .with("timeoutMs", 500)
                         .marked(marker);
                     let id = start.0["processId"].as_str().unwrap().to_owned();
-                    // A refused start is as good as a refused access.
+                    // A refused start counts as a refused access.
                     match fixture.client.call("process/start", start.0).await {
                         Ok(_) => ids.push(id),
                         Err(refusal) => {

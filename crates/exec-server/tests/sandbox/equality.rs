@@ -209,7 +209,7 @@ async fn file_requests_reach_the_same_files_as_commands(user: ServerUser) {
                 Some(literal) => format!("file {}", text_of(literal)),
                 None => command.to_owned(),
             };
-            // A file of the kernel need not have the same text twice.
+            // The content of a file in procfs may differ between two reads.
             let (request, command) = if path.starts_with("/proc") || path.starts_with("/sys") {
                 (first_word(&request), first_word(&command))
             } else {
@@ -293,7 +293,7 @@ async fn file_requests_under_a_policy_never_show_the_server(user: ServerUser) {
     }
 }
 
-/// Also without a sandbox, unless the command may trace every process.
+/// These files are also refused without a sandbox, unless the command may trace every process.
 async fn commands_cannot_read_memory_or_environment_of_the_server(user: ServerUser) {
     if user == ServerUser::Own && crate::is_root() {
         return;

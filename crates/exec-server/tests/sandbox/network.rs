@@ -145,11 +145,11 @@ async fn commands_without_network_share_an_empty_network_namespace(user: ServerU
             panic!("{outcome:?}")
         };
         assert_ne!(namespace, host.to_str().unwrap());
-        // The loopback interface, and the title of the table of sockets.
+        // The output contains the loopback interface and the heading of the socket table.
         assert_eq!((interfaces, sockets), ("1", "1"), "{outcome:?}");
         namespaces.push(namespace.to_owned());
     }
-    // Without privileges, each command creates its own.
+    // An unprivileged server creates a network namespace for each command.
     if user == ServerUser::Own && is_root() {
         namespaces.dedup();
         assert_eq!(namespaces.len(), 1, "{namespaces:?}");

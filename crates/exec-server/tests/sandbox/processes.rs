@@ -309,7 +309,7 @@ async fn signals_reach_the_sandboxed_command(user: ServerUser) {
 
 async fn sandboxed_command_starts_with_default_signal_handling(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
-    // Once from a launcher that was executed, once from one that was forked.
+    // The command is started once by a launcher that was executed, and once by one that was forked.
     for _ in 0..2 {
         let script = "exec grep -E 'SigBlk|SigIgn' /proc/self/status";
         let outcome = fixture.sh(&read_only(), script).await;

@@ -238,7 +238,7 @@ async fn placeholders_of_a_killed_guardian_and_server_are_removed_by_the_next_sa
     let (_, launcher) = lasting(&mut fixture, &sandbox).await;
     let server = fixture.server.server_pid().await;
     let guardian = fixture.server.guardian_pid();
-    // Stopped, so that neither can react to the death of the other.
+    // Both are stopped first, so that neither can react to the death of the other.
     for pid in [guardian, server] {
         proc::signal(pid, Signal::STOP);
     }

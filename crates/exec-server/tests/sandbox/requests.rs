@@ -129,7 +129,7 @@ fn changes(directory: &Path) -> Vec<(&'static str, &'static str, Value)> {
 async fn every_file_method_works_in_a_workspace(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let secret = fixture.write("other/secret", "s");
-    // With a denied path, so that reading needs a helper too.
+    // The policy has a denied path, so that reading needs a helper, too.
     let sandbox = fixture.request_policy(&[entry(&secret, "deny")]);
     let work = fixture.path("work");
     fixture.write("work/f", "old");
@@ -381,7 +381,8 @@ async fn file_requests_cannot_change_protected_names(user: ServerUser) {
         ("fs/createDirectory", ".agents/x", json!({})),
         ("fs/remove", ".git", json!({})),
         ("fs/setMetadata", ".aws", json!({"mode": 0o777})),
-        // To another mount of the view: a copy would stay if the source cannot be removed.
+        // The file is renamed to another mount of the view: a copy would stay if the source cannot
+        // be removed.
         (
             "fs/rename",
             ".git/config",
@@ -418,7 +419,7 @@ async fn file_requests_do_not_follow_planted_symlinks(user: ServerUser) {
     let secret = fixture.write("other/secret", "s");
     let sandbox = fixture.request_policy(&[entry(&secret, "deny")]);
     let work = fixture.path("work");
-    // Once before a helper exists and once while one runs.
+    // The request is sent once before a helper exists and once while one runs.
     for round in 0..2 {
         let script = format!(
             "ln -sfn {0}/secret file{round}; ln -sfn {0} dir{round}",
@@ -519,7 +520,7 @@ async fn handles_stream_files_under_a_policy(user: ServerUser) {
     assert_eq!(info["capabilities"]["sandboxedFileStreaming"], true);
 }
 
-/// For files of every size and repeatedly: the result is the same as without a policy.
+/// The requests are repeated for files of every size; the results are the same as without a policy.
 async fn running_helper_reads_the_current_content(user: ServerUser) {
     let mut fixture = SandboxFixture::new(user).await;
     let secret = fixture.write("other/secret", "s");

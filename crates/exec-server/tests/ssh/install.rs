@@ -124,7 +124,7 @@ async fn static_executable_is_sent_and_run() {
     };
     assert!(fs::read(only).unwrap() == fs::read(&built).unwrap());
     assert_eq!(only.metadata().unwrap().mode() & 0o777, 0o700);
-    // Tried under a temporary name first, then used.
+    // The executable was tested under a temporary name before it was renamed.
     let printed = fs::read_to_string(&ran).unwrap();
     let (directory, name) = (only.parent().unwrap(), only.file_name().unwrap());
     let tried = format!("{}/.{}.", directory.display(), name.display());

@@ -30,7 +30,7 @@ impl SshFixture {
         Self::with(&[])
     }
 
-    /// With more lines in the configuration of sshd.
+    /// Starts an sshd with additional configuration lines.
     fn with(lines: &[&str]) -> Self {
         Self {
             sshd: Sshd::start(lines),

@@ -1,4 +1,4 @@
-//! Local paths that stand for remote ones.
+//! Path mapping of ssh environments: local paths are translated to remote ones.
 
 use super::*;
 

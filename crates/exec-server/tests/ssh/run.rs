@@ -37,7 +37,7 @@ async fn next_command_reuses_connection_and_daemon() {
     );
     let log = fixture.sshd.log();
     assert_eq!(log.matches("Accepted publickey").count(), logins);
-    // sshd did not even start a process.
+    // sshd did not start a process for the second command.
     assert_eq!(log.matches("Starting session").count(), sessions);
 }
 
@@ -69,7 +69,7 @@ async fn command_uses_the_remembered_directory_and_notices_changes() {
     assert_eq!(code, 127, "{err}");
     let (_, err, code) = outcome(fixture.run(&["--cwd", "/no/such"], &["pwd"])).await;
     assert!(code == 125 && err.contains("`/no/such`"), "{err}");
-    // A remembered directory that is wrong is noticed.
+    // A wrong stored directory is detected and corrected.
     fs::write(remembered(&fixture), "file:///no/such").unwrap();
     let (out, err, code) = outcome(fixture.run(&[], &["pwd"])).await;
     assert_eq!((out, code), (home.clone(), 0), "{err}");

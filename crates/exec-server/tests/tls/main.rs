@@ -116,7 +116,7 @@ async fn assert_connects(url: &str, tls: TlsClientOptions) -> WireClient {
     client
 }
 
-/// Asserts that connecting assert_refused, with this text in the chain of errors.
+/// Asserts that connecting is refused, with this text in the chain of errors.
 async fn assert_refused(url: &str, tls: TlsClientOptions, expected: &str) {
     let Err(error) = dial(url, tls).await else {
         panic!("{url} was accepted; expected {expected}");
@@ -416,7 +416,7 @@ async fn session_over_tls_resumes_after_disconnects() {
     let writer = client.start(sh("writer", script)).await.unwrap().process;
     let echo = client.start(sh("echo", "cat; exit 7")).await.unwrap();
     for cut in 0..20 {
-        // Also in the middle of TLS records.
+        // The proxy also disconnects in the middle of TLS records.
         if cut % 2 == 0 {
             proxy.cut();
         } else {

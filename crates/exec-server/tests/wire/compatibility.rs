@@ -15,7 +15,7 @@ use crate::served;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Support {
     Served,
-    /// Accepted, without effect; why.
+    /// Accepted, without effect, with the reason.
     Without(&'static str),
     /// Not supported, with the reason.
     Absent(&'static str),

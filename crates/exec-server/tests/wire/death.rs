@@ -59,7 +59,7 @@ async fn sigterm_ends_the_server_and_all_descendants(on: Transport) {
     let mark = start_stubborn_processes(&mut client).await;
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("cleaned");
-    // A process that handles SIGTERM has time to clean up.
+    // A process that handles SIGTERM has time to clean up before it is killed.
     let script = format!(
         "trap 'echo yes > {}; exit' TERM; echo up; while :; do sleep 0.05; done",
         file.display()
@@ -136,7 +136,7 @@ async fn sigkill_to_the_process_group_of_server_and_guardian_leaves_nothing(on: 
 
 #[tokio::test]
 async fn guardian_with_1000_processes_ends_soon_after_the_server_was_killed() {
-    /// A look at every process for each one that ends took seven seconds.
+    /// Earlier, the guardian read all processes whenever one ended, which took seven seconds here.
     const SOON: Duration = Duration::from_secs(4);
     let (mut server, mut client) = served(Transport::Unix).await;
     let mark = marker();
@@ -198,7 +198,7 @@ async fn readyz_returns_503_while_the_server_shuts_down() {
     };
     assert!(get("/readyz").await.starts_with("HTTP/1.1 200 "));
     proc::signal(server.guardian_pid(), Signal::TERM);
-    // Long before the process that ignores SIGTERM is killed.
+    // The response arrives long before the process that ignores SIGTERM is killed.
     while !get("/readyz").await.starts_with("HTTP/1.1 503 ") {}
     assert!(get("/healthz").await.starts_with("HTTP/1.1 200 "));
     assert!(get("/").await.starts_with("HTTP/1.1 503 "));

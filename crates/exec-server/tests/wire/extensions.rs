@@ -310,7 +310,7 @@ async fn probe(client: &mut WireClient, name: &str) {
         }
         "process/start#graceMs" => {
             let stubborn = here("trap '' TERM; sleep 600; sleep 600");
-            // Long enough for the shell to set its trap.
+            // The pause is long enough for the shell to set its trap.
             let limited = stubborn.with("timeoutMs", 1_000).with("graceMs", 1);
             assert_eq!(client.run(limited).await.exit_code(), 137);
         }

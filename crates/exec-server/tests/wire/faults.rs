@@ -135,7 +135,7 @@ async fn a_frame_or_message_above_the_limit_is_closed_with_the_name_of_the_limit
     for (frames, reason) in [large, long].into_iter().zip(said) {
         let mut raw = RawWebsocket::open(server.url()).await;
         for frame in frames {
-            // All of it, as a peer that does not look for a response before it has sent it.
+            // Sends all frames before reading a response, as some clients do.
             raw.send(&frame).await;
         }
         let rest = raw.hung_up().await;

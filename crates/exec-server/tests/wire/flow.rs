@@ -72,7 +72,8 @@ async fn unread_responses_use_bounded_memory_and_all_arrive(on: Transport) {
     let pid = server.server_pid().await;
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("large");
-    // Sparse, so it needs no disk. Smaller where transports share code; 40 are too much anyway.
+    // The files are sparse, so they need no disk space. They are smaller where transports share
+    // code; 40 of them still exceed the limit.
     let size = match on {
         Transport::Websocket => 32 * MIB,
         Transport::Unix | Transport::Stdio => 8 * MIB,
@@ -105,7 +106,7 @@ async fn unread_responses_use_bounded_memory_and_all_arrive(on: Transport) {
         left.remove(position);
     }
     let grown = proc::peak_memory(pid).saturating_sub(before);
-    // Of each file there is a piece in memory, and two of the one that is sent.
+    // The server holds one piece of each file in memory, and two of the file that is being sent.
     assert!(
         grown < 16 * MIB,
         "grew by {grown} bytes for 40 answers of {size}"

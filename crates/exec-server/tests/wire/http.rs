@@ -142,7 +142,7 @@ async fn http_body_is_streamed_after_the_response(on: Transport) {
     })
     .await;
     let params = with(get(&site.url("/")), "streamResponse", true);
-    // Before any of the body has arrived.
+    // The response arrives before any of the body.
     let result = client.ok("http/request", params.clone()).await;
     assert_eq!(
         (&result["status"], &result["bodyBase64"]),
@@ -536,7 +536,8 @@ async fn http_requests_per_connection_are_limited() {
         "{refused}"
     );
     client.ok("http/cancel", json!({"requestId": "7"})).await;
-    // The slot is free when the request has ended, which `http/cancel` does not wait for.
+    // The slot is free when the request has ended; the response to `http/cancel` may arrive
+    // earlier.
     client.answer(ids[7]).await.unwrap_err();
     let again = client.send("http/request", get(&site.url("/"))).await;
     client.ok("environment/status", Value::Null).await;
@@ -886,7 +887,7 @@ async fn http_certificates_are_verified_directly_and_through_a_tunnel() {
     assert_eq!(failed.code, -32603);
     assert!(failed.message.contains("certificate"), "{failed}");
     assert!(proxy.requests().is_empty());
-    // Through the tunnel it is the same certificate for another name.
+    // The same certificate is rejected through the tunnel for another host name.
     let failed = client.refused("http/request", at("elsewhere.test")).await;
     assert!(failed.message.contains("certificate"), "{failed}");
     let line = format!("CONNECT elsewhere.test:{} HTTP/1.1", address.port());

@@ -21,7 +21,7 @@ const LIMIT: u64 = 256 * MIB;
 /// Peers of each kind.
 const HOSTILE: usize = 20;
 
-/// A latency that any machine may have at any time.
+/// Latency in which the server must respond on any machine.
 const NOISE: Duration = Duration::from_millis(15);
 
 /// The server's program under a limit of memory.
@@ -41,7 +41,7 @@ fn uri(path: &Path) -> String {
     format!("file://{}", path.display())
 }
 
-/// Files of which the responses are large.
+/// Files whose responses are large.
 struct LargeFiles {
     directory: tempfile::TempDir,
 }
@@ -66,7 +66,7 @@ impl LargeFiles {
         uri(&self.directory.path().join(name))
     }
 
-    /// Asks for much and takes nothing of it.
+    /// Sends requests for large responses and reads none of them.
     async fn send_large_requests(&self, client: &mut WireClient) {
         client
             .ok(
@@ -125,7 +125,7 @@ async fn unfinished(url: &str) -> JoinHandle<()> {
                 break;
             }
         }
-        // Until the test ends it.
+        // The task runs until the test ends it.
         std::future::pending::<()>().await;
         drop(incoming);
     })
@@ -137,7 +137,7 @@ async fn hostile_peers_neither_end_nor_slow_down_a_server_under_a_limit_of_memor
     let pid = server.server_pid().await;
     let large = LargeFiles::new();
     let mut client = server.session().await;
-    // Once for what happens only once.
+    // One client first warms up caches and pools, which are allocated once.
     large.usual(&mut client, "warm").await;
     let usual = large.usual(&mut client, "usual").await;
 

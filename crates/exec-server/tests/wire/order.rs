@@ -27,7 +27,8 @@ async fn start_response_precedes_notifications_of_the_process(on: Transport) {
         assert_eq!(seen.text("stdout"), format!("{n}\n"));
         assert_eq!(seen.exit_code(), 0);
     }
-    // The order within each process is checked on arrival; here, that none preceded its response.
+    // The order within each process is checked on arrival. This checks that no notification
+    // preceded the response.
     let mut answered = vec![false; starts.len()];
     for seen in &client.order {
         match seen {
@@ -51,7 +52,8 @@ async fn all_pipelined_requests_get_a_response(on: Transport) {
     client
         .start(StartBuilder::sh("p", "sleep 600").piped())
         .await;
-    // Twice: reading all the while, and only after everything was sent.
+    // The client reads while it sends in the first round, and only after everything was sent in the
+    // second.
     for read_meanwhile in [true, false] {
         let mut sent = Vec::new();
         for n in 0..5000 {

@@ -15,7 +15,7 @@ over_all! {
     start_up_files_run_once_per_snapshot_scope,
 }
 
-/// A user whose start-up files are the test's.
+/// A user with start-up files that the test writes.
 struct ShellUser {
     home: PathBuf,
     _directory: TempDir,

@@ -160,7 +160,8 @@ async fn control_groups_of_limits_are_removed(on: Transport) {
     let (server, mut client) = served(on).await;
     let prefix = format!("exec-server-{}-", server.server_pid().await);
     let limits = json!({"memoryBytes": 1 << 30, "processes": 50});
-    // Removed when the tree ends; also if descendants are terminated after the log has closed.
+    // The control group is removed when the tree ends, also if descendants are terminated after the
+    // log has closed.
     let scripts = [("whole", "true"), ("left", "sleep 600 > /dev/null 2>&1 &")];
     for (id, script) in scripts {
         let start = StartBuilder::sh(id, script).with("limits", limits.clone());

@@ -250,7 +250,7 @@ async fn process_that_closes_its_output_keeps_running(on: Transport) {
     assert_eq!(seen.closed.as_ref().unwrap()["inheritedOutput"], false);
 }
 
-/// Values that a descendant may give to the resource limit that marks it.
+/// Values that a descendant may set for the resource limit that serves as its tag.
 fn other_tags() -> Vec<&'static str> {
     let mut tags = vec!["1:1", "1000000:1000000"];
     // With a privilege, limits go up as well.
@@ -265,15 +265,15 @@ fn other_tags() -> Vec<&'static str> {
 async fn descendants_without_their_tag_are_ended(on: Transport) {
     let (_server, mut client) = served(on).await;
     let scripts = [
-        // In another session, while its parent is alive.
+        // A process in another session, while its parent is alive.
         "setsid prlimit --rttime=TAG sh -c 'echo up; sleep 600 & wait' & wait",
-        // An orphan, in the session of the command.
+        // An orphan in the session of the command.
         "(prlimit --rttime=TAG sh -c 'echo up; sleep 600; :' &) ; sleep 600",
-        // An orphan, when the command has ended.
+        // An orphan after the command has ended.
         "(prlimit --rttime=TAG sh -c 'echo up; sleep 600; :' &) ; exit 0",
-        // The command itself.
+        // The command itself changes its limit.
         "exec prlimit --rttime=TAG sh -c 'setsid sleep 600 & echo up; wait'",
-        // Again and again, on the way down.
+        // A process that lowers its limit repeatedly.
         "prlimit --rttime=1000:1000 sh -c 'setsid prlimit --rttime=1:1 sh -c \"echo up; sleep 600; :\" & wait' & wait",
     ];
     for (number, script) in scripts.iter().enumerate() {
@@ -325,7 +325,7 @@ async fn orphans_without_any_evidence_are_reported_as_survivors(on: Transport) {
             answer["survivors"],
             json!([{"pid": left, "command": "sleep 600"}])
         );
-        // One that is older does not concern what was started later.
+        // An orphan that is older than a command is not reported as a survivor of that command.
         let mark = marker();
         let left = rustix::process::Pid::from_raw(left).unwrap();
         client

@@ -37,7 +37,7 @@ async fn wait_for_returns_at_exit_or_at_a_regex_match(on: Transport) {
     assert_eq!(fired["match"]["stream"], "stderr");
     assert_eq!(fired["match"]["seq"], fired["cursor"]);
     assert_eq!(fired["exited"], false);
-    // After the position of the match it is not found again; the wait ends at its timeout.
+    // A search that starts after the match does not find it again; the wait ends at its timeout.
     let params =
         json!({"processId": "p", "any": [{"regex": "one|two"}], "afterSeq": 2, "timeoutMs": 50});
     let fired = client.ok("process/waitFor", params).await;
@@ -64,7 +64,7 @@ async fn wait_for_returns_at_exit_or_at_a_regex_match(on: Transport) {
         (&fired["fired"], &fired["closed"]),
         (&Value::Null, &json!(true))
     );
-    // Output that was retained before the end is searched all the same.
+    // Output that was retained before the process closed is still searched.
     let fired = wait(
         &mut client,
         "p",

@@ -30,7 +30,7 @@ fn quick_dir() -> TempDir {
 #[derive(Debug, Default)]
 struct WatchNotifications {
     seq: u64,
-    /// `kind path`, relative to the directory of the test.
+    /// Changes as `kind path`, relative to the directory of the test.
     changes: Vec<String>,
     overflow: bool,
 }
@@ -367,7 +367,7 @@ async fn watch_of_20000_directories_uses_bounded_memory() {
 
 #[tokio::test]
 async fn watch_error_names_the_inotify_limit_that_is_too_small() {
-    // In a new user namespace, the server may watch this much.
+    // Starts a server in a new user namespace with this inotify limit.
     let mut command = Command::new("unshare");
     command
         .env_clear()
