@@ -1,4 +1,4 @@
-# The front door: each target is one or two commands that can also be typed by hand.
+# Targets for development. Each target is one or two commands that can also be run directly.
 # Tools and builds are kept in a cache that all checkouts share; see scripts/test.
 
 export EXEC_SERVER_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/exec-server
@@ -11,10 +11,10 @@ SOAK ?= 1h
 # More options for the benchmark, such as --quick.
 BENCH_ARGS ?=
 
-# What packages contain besides the default features: several rendezvous servers that act as one.
+# Features of packages besides the default ones. `fleet`: several rendezvous servers that act as one.
 FEATURES ?= fleet
 
-# What this machine is called by the compiler; +crt-static needs a target by name.
+# Target triple of this machine; +crt-static requires an explicit target.
 HOST_TARGET ?= $(shell rustc -vV | sed -n 's/^host: //p')
 
 .DEFAULT_GOAL := help
@@ -23,10 +23,10 @@ HOST_TARGET ?= $(shell rustc -vV | sed -n 's/^host: //p')
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-build: ## Build the server as it is released
+build: ## Build the server with the options of a release
 	cargo build --release --bin exec-server --features "$(FEATURES)"
 
-static: ## Build the server as one file that needs no library of the machine
+static: ## Build the server as one file without shared libraries
 	RUSTFLAGS="-C target-feature=+crt-static" cargo build --release --bin exec-server --features "$(FEATURES)" --target $(HOST_TARGET)
 	scripts/static $(CARGO_TARGET_DIR)/$(HOST_TARGET)/release/exec-server
 
@@ -45,36 +45,36 @@ cargo-deb:
 start: ## Start a server and show how to use it
 	scripts/start
 
-check: ## Formatting, lints and documentation, without a warning
+check: ## Check formatting, lints, wording, dependencies and documentation
 	scripts/test check
 
-test: ## All that CI runs
+test: ## Run everything that CI runs
 	scripts/test
 
-interop: ## The real Codex CLI on our server; installs it on first use
+interop: ## Test with the real Codex CLI, which is installed on first use
 	scripts/test interop
 
-interop-matrix: ## The same with every published version from 0.165.0 on, or VERSIONS="0.166.0 0.169.0"
+interop-matrix: ## Test with every published Codex CLI from 0.165.0 on, or VERSIONS="0.166.0 0.169.0"
 	scripts/interop-matrix $(VERSIONS)
 
-conformance: ## The conformance suite, from CONFORMANCE_SUITE
+conformance: ## Run the conformance suite in CONFORMANCE_SUITE
 	scripts/test conformance
 
-bench: build ## Measure the server beside the Codex CLI's own
+bench: build ## Measure this server and the Codex CLI's server
 	cargo build --release -p exec-server-bench
 	$(CARGO_TARGET_DIR)/release/exec-server-bench --peer "$$(scripts/codex) exec-server" $(BENCH_ARGS)
 
-soak: build ## Mixed work for SOAK, an hour by default; fails if memory, descriptors or latency grow
+soak: build ## Run mixed work for SOAK (default 1h); fail if memory, descriptors or latency grow
 	cargo build --release -p exec-server-bench
 	$(CARGO_TARGET_DIR)/release/exec-server-bench --soak $(SOAK)
 
-fuzz: ## Fuzz each target for FUZZ_SECONDS; needs a C++ compiler
+fuzz: ## Run each fuzz target for FUZZ_SECONDS; needs a C++ compiler
 	FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/test fuzz
 
-demo: ## Watch the real Codex CLI work on our server
+demo: ## Show the real Codex CLI on this server
 	cargo build --bin exec-server
 	CODEX_BIN="$$(scripts/codex)" cargo run -q -p exec-server-testkit --example demo -- \
 	    $(CARGO_TARGET_DIR)/debug/exec-server
 
-clean: ## Remove what was built; keeps installed tools
+clean: ## Remove build output; keep installed tools
 	cargo clean

@@ -1,4 +1,4 @@
-//! One program, here or elsewhere: where it runs things is decided by configuration alone.
+//! Runs a command on the default environment: this machine or a remote one, depending on the configuration.
 //!
 //!     cargo run -p exec-server --example anywhere -- uname -a
 //!     EXEC_SERVER_URL=ws://127.0.0.1:4600 cargo run -p exec-server --example anywhere -- uname -a
@@ -19,7 +19,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     run(configured, command, &mut std::io::stdout()).await
 }
 
-/// Runs a command wherever the configuration says, and tells where that was.
+/// Runs a command on the default environment; prints the environment's id and the output.
 pub(crate) async fn run(
     configured: ConfiguredEnvironments,
     command: Vec<String>,
@@ -29,7 +29,7 @@ pub(crate) async fn run(
     let manager = EnvironmentManager::from_provider(&configured, Some(here)).await?;
     let environment = manager
         .default_environment()
-        .ok_or("there is no environment to work in")?;
+        .ok_or("no default environment is configured")?;
     let output = in_environment(&environment, command).await?;
     write!(
         out,
@@ -40,7 +40,7 @@ pub(crate) async fn run(
     Ok(())
 }
 
-/// This part neither knows nor cares where it runs.
+/// Runs a command on an environment. The code is the same for local and remote environments.
 async fn in_environment(
     environment: &Environment,
     argv: Vec<String>,

@@ -1,4 +1,4 @@
-//! One command on every environment at once, with whatever each of them answers.
+//! Runs one command on all environments concurrently, and prints the output of each.
 //!
 //!     exec-server env add worker ws://127.0.0.1:4600
 //!     cargo run -p exec-server --example everywhere -- uname -a
@@ -19,7 +19,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     run(configured, command, &mut std::io::stdout()).await
 }
 
-/// Runs a command on all environments at the same time; what they say comes in their order.
+/// Runs a command on all environments concurrently; prints the outputs in the order of the environments.
 pub(crate) async fn run(
     configured: ConfiguredEnvironments,
     command: Vec<String>,
@@ -27,7 +27,7 @@ pub(crate) async fn run(
 ) -> Result<(), Box<dyn Error>> {
     let here = Environment::local(Executor::new(ExecutorConfig::default())?);
     let manager = EnvironmentManager::from_provider(&configured, Some(here)).await?;
-    // From here on these handles are used, whatever becomes of their ids.
+    // The handles are captured here: they stay the same even if an id gets a new environment later.
     let ids = manager.default_ids();
     let work = manager.attach(ids.iter().map(String::as_str));
     let running: Vec<_> = work

@@ -1,9 +1,9 @@
-//! A command goes on while its connection is lost, and its output arrives whole.
+//! A command continues while its connection is lost, and all of its output arrives.
 //!
 //!     cargo run --example survive_a_cut
 //!
-//! Starts a server in this program and reaches it through a small forwarder, which hangs up twice in
-//! the middle of a running command. Nothing else is needed: the client dials again by itself.
+//! Starts a server in this program and connects to it through a TCP forwarder, which closes its connections twice
+//! while a command runs. The client reconnects by itself.
 
 #![expect(clippy::print_stdout, reason = "an example shows what it does")]
 
@@ -31,7 +31,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Runs a command over a link that is cut; its lines.
+/// Runs a command over a connection that is cut twice; returns the lines of its output.
 async fn survive() -> Result<Vec<String>, Box<dyn Error>> {
     let listener = Listener::tcp(([127, 0, 0, 1], 0).into(), false).await?;
     let address = listener.url().to_string();
@@ -41,7 +41,7 @@ async fn survive() -> Result<Vec<String>, Box<dyn Error>> {
 
     let client =
         ExecServerClient::connect(RemoteExecServerConnectArgs::new(url, "example")).await?;
-    // Whoever wants to show it can watch how the connection is doing.
+    // A program can follow the state of the connection, for example to display it.
     let mut states = client.states();
     tokio::spawn(async move {
         while let Some(state) = states.recv().await {
@@ -77,7 +77,7 @@ async fn survive() -> Result<Vec<String>, Box<dyn Error>> {
     Ok(seen.lines().map(str::to_owned).collect())
 }
 
-/// Forwards connections to a server until it is told to hang up; where it listens.
+/// Starts a TCP forwarder to a server. Returns its URL, and a sender whose changes close all its connections.
 async fn forward(server: SocketAddr) -> std::io::Result<(watch::Sender<()>, String)> {
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let url = format!("ws://{}", listener.local_addr()?);
@@ -104,5 +104,5 @@ async fn forward(server: SocketAddr) -> std::io::Result<(watch::Sender<()>, Stri
 #[tokio::test]
 async fn every_line_arrives_once() {
     let expected: Vec<_> = (1..=LINES).map(|number| format!("line {number}")).collect();
-    assert_eq!(survive().await.expect("it survives"), expected);
+    assert_eq!(survive().await.expect("all output"), expected);
 }

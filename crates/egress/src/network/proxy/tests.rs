@@ -198,10 +198,10 @@ async fn allowed_host_is_reached_over_http_connect_and_socks_and_others_are_deni
     }
     assert_eq!(socks(proxy.socks, "no.test", port).await.0, 2);
     // Rules decide without the decider; only unmatched hosts reach it.
-    assert!(proxy.script.policy_requested.lock().unwrap().is_empty());
+    assert!(proxy.script.policy_requests.lock().unwrap().is_empty());
     assert_eq!(socks(proxy.socks, "miss.test", port).await.0, 2);
     assert_eq!(
-        proxy.script.policy_requested.lock().unwrap()[0].host,
+        proxy.script.policy_requests.lock().unwrap()[0].host,
         "miss.test"
     );
     let reported = proxy.script.reported.lock().unwrap();
