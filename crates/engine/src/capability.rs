@@ -96,8 +96,8 @@ impl Discovery {
             if bytes + size(&found) > MAX_ANSWER_BYTES {
                 found = DiscoveredRoot::empty(found.id, found.path);
                 found.error = Some(format!(
-                    "the answer exceeds the limit of {MAX_ANSWER_BYTES} bytes in all files: ask \
-                     for fewer roots at once"
+                    "the response exceeds the limit of {MAX_ANSWER_BYTES} bytes in all files: \
+                     request fewer roots at once"
                 ));
             }
             bytes += size(&found);
@@ -225,7 +225,7 @@ impl CapabilitySearch<'_> {
         };
         let inspected = self
             .files
-            .ask::<GetMetadata>(metadata_params, self.cancelled);
+            .request::<GetMetadata>(metadata_params, self.cancelled);
         let metadata = inspected.map_err(|error| {
             format!(
                 "failed to inspect capability root {uri}: {}",

@@ -104,7 +104,7 @@ impl ServerProcess {
     /// # Panics
     ///
     /// If it does not.
-    pub async fn said(&self, text: &str) {
+    pub async fn wait_logged(&self, text: &str) {
         proc::eventually(text, || {
             let stderr = self.stderr();
             stderr.contains(text).then_some(()).ok_or(stderr)

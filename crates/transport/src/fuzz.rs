@@ -139,7 +139,7 @@ pub fn jwt(data: &[u8]) {
     let _ = jwt::inspect(&Secret::from(text));
 
     let mut characters = text.chars();
-    let place = characters.next().map_or(0, |first| first as usize);
+    let position = characters.next().map_or(0, |first| first as usize);
     let (header, claims) = match characters.as_str().split_once('\n') {
         Some(both) => both,
         None => (r#"{"alg":"HS256"}"#, characters.as_str()),
@@ -169,13 +169,13 @@ pub fn jwt(data: &[u8]) {
             assert!(tree.get(name).is_none_or(Value::is_string), "{name}");
         }
     }
-    let place = place % token.len();
-    let other = if token.as_bytes()[place] == b'A' {
+    let position = position % token.len();
+    let other = if token.as_bytes()[position] == b'A' {
         "B"
     } else {
         "A"
     };
-    let changed = format!("{}{other}{}", &token[..place], &token[place + 1..]);
+    let changed = format!("{}{other}{}", &token[..position], &token[position + 1..]);
     assert!(read(&changed).is_err(), "a changed token is accepted");
 }
 

@@ -233,7 +233,7 @@ impl Peer {
             }
             answer = &mut receiver => answer,
         };
-        self.told::<M>(answer)
+        self.decode_outcome::<M>(answer)
     }
 
     /// Waits for the result of a call that was sent before the peer was created.
@@ -242,10 +242,10 @@ impl Peer {
     ///
     /// If the server returns an error, or no response can arrive.
     pub async fn first_answer<M: Method>(&self, call: FirstCall) -> Result<M::Result, CallError> {
-        self.told::<M>(call.0.await)
+        self.decode_outcome::<M>(call.0.await)
     }
 
-    fn told<M: Method>(
+    fn decode_outcome<M: Method>(
         &self,
         answer: Result<CallOutcome, oneshot::error::RecvError>,
     ) -> Result<M::Result, CallError> {

@@ -357,7 +357,7 @@ async fn sighup_reloads_limits() {
 
     limits(2, 2);
     proc::signal(server.pid(), Signal::HUP);
-    server.said("reloaded settings").await;
+    server.wait_logged("reloaded settings").await;
     second.ok("initialize", hello).await;
     client.ok("process/start", start).await;
 }
@@ -378,7 +378,7 @@ async fn sighup_reloads_tokens() {
     let mut client = session_with(server.url(), "old-one").await;
     files.write("token", "new-one");
     proc::signal(server.pid(), Signal::HUP);
-    server.said("reloaded settings").await;
+    server.wait_logged("reloaded settings").await;
     session_with(server.url(), "new-one").await;
     assert!(connect_with(server.url(), "old-one").await.is_err());
     // The connection of the old token was closed.
@@ -388,7 +388,7 @@ async fn sighup_reloads_tokens() {
     std::fs::remove_file(&file).unwrap();
     proc::signal(server.pid(), Signal::HUP);
     server
-        .said("nothing was changed: failed to read websocket auth secret")
+        .wait_logged("nothing was changed: failed to read websocket auth secret")
         .await;
     session_with(server.url(), "new-one").await;
     assert!(server.is_running());

@@ -309,7 +309,7 @@ async fn certificate_reload_keeps_connections_open() {
     authority.issue("server", "127.0.0.1", false);
     let second = pin("server.pem");
     assert_ne!(first, second);
-    server.said("reloaded the certificate").await;
+    server.wait_logged("reloaded the certificate").await;
     assert_connects(server.url(), pinned(&second)).await;
     assert_refused(server.url(), pinned(&first), "the server's key has the pin").await;
     client.ok("process/list", json!({})).await;
@@ -318,14 +318,14 @@ async fn certificate_reload_keeps_connections_open() {
     std::fs::write(&identity.0, "broken").unwrap();
     proc::signal(server.pid(), Signal::HUP);
     server
-        .said("nothing was changed: cannot read certificates")
+        .wait_logged("nothing was changed: cannot read certificates")
         .await;
     assert_connects(server.url(), pinned(&second)).await;
     // A certificate that does not match its key is rejected, too.
     let third = authority.issue("third", "127.0.0.1", false);
     std::fs::copy(&third.0, &identity.0).unwrap();
     server
-        .said("cannot reload the certificate, keeping the old one")
+        .wait_logged("cannot reload the certificate, keeping the old one")
         .await;
     assert_connects(server.url(), pinned(&second)).await;
 
@@ -333,7 +333,7 @@ async fn certificate_reload_keeps_connections_open() {
     std::fs::copy(&third.1, &identity.1).unwrap();
     proc::signal(server.pid(), Signal::HUP);
     server
-        .said("reloaded settings, limits, tokens and certificates")
+        .wait_logged("reloaded settings, limits, tokens and certificates")
         .await;
     assert_connects(server.url(), pinned(&pin("third.pem"))).await;
     client.ok("process/list", json!({})).await;

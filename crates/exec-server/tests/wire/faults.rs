@@ -128,11 +128,11 @@ async fn a_frame_or_message_above_the_limit_is_closed_with_the_name_of_the_limit
         frame(0x00, &part),
         frame(0x80, b"x"),
     ];
-    let said = [
+    let reasons = [
         "websocket frame of 16777217 bytes exceeds the limit of 16777216",
         "websocket message of 67108865 bytes exceeds the limit of 67108864",
     ];
-    for (frames, reason) in [large, long].into_iter().zip(said) {
+    for (frames, reason) in [large, long].into_iter().zip(reasons) {
         let mut raw = RawWebsocket::open(server.url()).await;
         for frame in frames {
             // Sends all frames before reading a response, as some clients do.

@@ -179,7 +179,7 @@ impl PolicyFiles {
     /// # Errors
     ///
     /// Same as [`PolicyFiles::call`].
-    pub fn ask<M: FsMethod>(
+    pub fn request<M: FsMethod>(
         &self,
         params: M::Params,
         cancelled: CancelCheck<'_>,
@@ -247,7 +247,7 @@ impl PolicyFiles {
         let Some(HelperWork { confined, key }) = self.work()? else {
             return OpenFile::open(path, mode);
         };
-        let frame = confined.ask(&key, &HelperRequest::Open(text(path), mode))?;
+        let frame = confined.request(&key, &HelperRequest::Open(text(path), mode))?;
         let opened = match frame.head {
             HelperResponse::File => {
                 one(frame.descriptors).map(|file| TransferredFile::Direct(file.into()))
@@ -287,7 +287,7 @@ impl PolicyFiles {
             path: fs::uri_of(path)?,
             sandbox: None,
         };
-        let inside = self.ask::<Canonicalize>(params, &|| false)?.path;
+        let inside = self.request::<Canonicalize>(params, &|| false)?.path;
         let inside = fs::native(&inside)?;
         let synthetic = ["/proc", "/dev"]
             .iter()
@@ -435,7 +435,7 @@ impl ConfinedFiles {
         Some(key)
     }
 
-    fn ask(
+    fn request(
         &self,
         key: &Arc<HelperKey>,
         request: &HelperRequest,

@@ -182,7 +182,7 @@ fn credentials_are_not_sent_without_tls() {
     let new = |url: &str, auth, danger| {
         let mut options = RegistryOptions::new(auth);
         options.danger_plain_http = danger;
-        Registry::new(url, "e", options).map(|registry| registry.told.base.to_string())
+        Registry::new(url, "e", options).map(|registry| registry.configured.base.to_string())
     };
     let token = || RegistryAuth::bearer("t");
     for (url, fine) in [
@@ -210,7 +210,7 @@ fn credentials_are_not_sent_without_tls() {
         assert!(Registry::new("https://h", id, options()).is_err(), "{id}");
     }
     let odd = Registry::new("https://h", "a/b c?", options()).unwrap();
-    assert_eq!(odd.told.base.path(), "/cloud/environment/a%2Fb%20c%3F/");
+    assert_eq!(odd.configured.base.path(), "/cloud/environment/a%2Fb%20c%3F/");
 }
 
 #[test]

@@ -222,10 +222,10 @@ impl ClusterShared {
 
     /// Answers a request of another node.
     fn answer_request(self: &Arc<Self>, message: &Message) {
-        let Some(ask) = parse::<NodeRequest>(message) else {
+        let Some(request) = parse::<NodeRequest>(message) else {
             return;
         };
-        match ask {
+        match request {
             NodeRequest::Environments => self.reply_all(message, self.local.local_environments()),
             NodeRequest::Streams(environment) => {
                 let streams = self.local.local_streams(environment.as_deref());
@@ -255,13 +255,13 @@ impl ClusterShared {
     }
 
     /// Sends a request to all other nodes. The result omits nodes that do not respond in time.
-    pub(crate) async fn request_all<T: DeserializeOwned>(&self, ask: &NodeRequest) -> Vec<T> {
+    pub(crate) async fn request_all<T: DeserializeOwned>(&self, request: &NodeRequest) -> Vec<T> {
         let others = self.state().rules.others();
         if others.is_empty() {
             return Vec::new();
         }
         let mut sent = Vec::new();
-        let text = Bytes::from(serde_json::to_vec(ask).unwrap_or_default());
+        let text = Bytes::from(serde_json::to_vec(request).unwrap_or_default());
         for node in others {
             let text = text.clone();
             sent.push(async move { self.request_node(&node, text).await });
@@ -274,13 +274,13 @@ impl ClusterShared {
     pub(crate) async fn request_node<T: DeserializeOwned>(
         &self,
         node: &str,
-        ask: Bytes,
+        request: Bytes,
     ) -> Option<Vec<T>> {
         let gather = async {
             let inbox = self.client.new_inbox();
             let mut answers = self.client.subscribe(inbox.clone()).await.ok()?;
             let subject = self.node_subject(node, "ask");
-            let sent = self.client.publish_with_reply(subject, inbox, ask).await;
+            let sent = self.client.publish_with_reply(subject, inbox, request).await;
             sent.ok()?;
             let mut items = Vec::new();
             while let Some(message) = answers.next().await {

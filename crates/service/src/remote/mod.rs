@@ -259,14 +259,14 @@ where
     };
     let admit = {
         let environment_registration = Arc::clone(&environment_registration);
-        move |ask| {
+        move |request| {
             let environment_registration = Arc::clone(&environment_registration);
             async move {
                 let registration = environment_registration
                     .current()
                     .ok_or(EndReason::ValidationUnavailable)?;
                 let id = &registration.executor_registration_id;
-                environment_registration.validator.admit(&ask, id).await
+                environment_registration.validator.admit(&request, id).await
             }
         }
     };

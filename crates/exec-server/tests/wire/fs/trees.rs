@@ -251,11 +251,11 @@ async fn page_limits_and_cursors_are_validated() {
     }
     for method in ["fs/readDirectory", "fs/walk"] {
         let options = walk_options();
-        for (limit, said) in [(0, "limit 0 "), (50_001, "limit 50001 ")] {
+        for (limit, prefix) in [(0, "limit 0 "), (50_001, "limit 50001 ")] {
             let params = json!({"options": options, "limit": limit});
             let message = scene.fails(method, "d", params, -32602).await;
             assert!(
-                message.starts_with(said) && message.contains("50000"),
+                message.starts_with(prefix) && message.contains("50000"),
                 "{message}"
             );
         }
