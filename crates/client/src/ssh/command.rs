@@ -55,7 +55,7 @@ impl SshCommandResult {
         let lines: Vec<&str> = lines.into_iter().filter(|line| !line.is_empty()).collect();
         let last = &lines[lines.len().saturating_sub(8)..];
         match last.is_empty() {
-            true => format!("it ended with {} and said nothing", self.status),
+            true => format!("it ended with {} and printed nothing", self.status),
             false => last.join("\n"),
         }
     }
@@ -156,7 +156,7 @@ impl SshHost {
             // authentication.
             false => options.connect_timeout * 3,
         };
-        let result = self.finish(command, timeout, "let us in").await?;
+        let result = self.finish(command, timeout, "authenticate").await?;
         match result.status.success() {
             true => Ok(()),
             false => Err(SshError::Connect {
@@ -202,7 +202,7 @@ impl SshHost {
             command.args(["-L", pair]);
         }
         self.destination(&mut command);
-        let result = self.finish(command, MASTER_TIMEOUT, "answer").await;
+        let result = self.finish(command, MASTER_TIMEOUT, "respond").await;
         result.is_ok_and(|result| result.status.success())
     }
 
@@ -216,7 +216,7 @@ impl SshHost {
     ) -> Result<SshCommandResult, SshError> {
         let mut command = self.remote_command(script, args);
         command.stdin(stdin);
-        let result = self.finish(command, timeout, "answer").await?;
+        let result = self.finish(command, timeout, "respond").await?;
         match result.code() {
             Some(SSH_FAILED) => Err(SshError::Connect {
                 url: self.name(),
@@ -252,13 +252,13 @@ impl SshHost {
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = self.spawn(&mut command)?;
         let (mut stdout, mut stderr) = (child.stdout.take(), child.stderr.take());
-        let (mut result, mut complained) = (Vec::new(), Vec::new());
+        let (mut output, mut errors) = (Vec::new(), Vec::new());
         let run = async {
             let status = {
                 let reading = async {
                     tokio::join!(
-                        gather(&mut stdout, &mut result),
-                        gather(&mut stderr, &mut complained)
+                        gather(&mut stdout, &mut output),
+                        gather(&mut stderr, &mut errors)
                     )
                 };
                 tokio::pin!(reading);
@@ -282,8 +282,8 @@ impl SshHost {
         let status = tokio::time::timeout(timeout, run).await.map_err(late)??;
         Ok(SshCommandResult {
             status,
-            stdout: String::from_utf8_lossy(&result).into_owned(),
-            stderr: String::from_utf8_lossy(&complained).into_owned(),
+            stdout: String::from_utf8_lossy(&output).into_owned(),
+            stderr: String::from_utf8_lossy(&errors).into_owned(),
         })
     }
 

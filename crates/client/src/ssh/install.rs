@@ -133,7 +133,7 @@ impl SshHost {
     pub(super) fn take_state(&self, words: &str) -> Result<String, SshError> {
         let bad = || SshError::Daemon {
             url: self.name(),
-            reason: format!("it said `{}`", words.escape_debug()),
+            reason: format!("unexpected output `{}`", words.escape_debug()),
         };
         let state = words.strip_prefix("ready ").ok_or_else(bad)?;
         let state: Value = serde_json::from_str(state).map_err(|_| bad())?;
