@@ -57,6 +57,7 @@ const PAGES: &[&[&str]] = &[
     &["forward"],
     &["mcp"],
     &["mcp-proxy"],
+    &["install-as-codex"],
     &["completions"],
     &["man"],
 ];
