@@ -20,22 +20,22 @@ method_types! {
 /// Capability of servers that apply the sandbox policy of each root.
 pub const SANDBOX_CAPABILITY: &str = "capabilityDiscoverySandbox";
 
-/// The most roots in one request.
+/// Maximum number of roots in one request.
 pub const MAX_ROOTS: usize = 128;
-/// Roots that are searched concurrently.
+/// Number of roots that are searched concurrently.
 pub const PARALLEL_ROOTS: usize = 8;
-/// The most directories between a root and a file that is found.
+/// Maximum number of directories between a root and a file that is found.
 pub const MAX_DEPTH: usize = 6;
-/// The most directories that are searched below one root.
+/// Maximum number of directories that are searched below one root.
 pub const MAX_DIRECTORIES: usize = 2000;
-/// The most entries that are examined below one root.
+/// Maximum number of entries that are examined below one root.
 pub const MAX_ENTRIES: usize = 20_000;
-/// The most bytes of one file.
+/// Maximum size of one file in bytes.
 pub const MAX_FILE_BYTES: usize = 1 << 20;
-/// The most bytes of all files of one root.
+/// Maximum size of all files of one root in bytes.
 pub const MAX_ROOT_BYTES: usize = 16 << 20;
-/// The most bytes of all files of one response; a file that is listed twice counts twice. Leaves
-/// room for JSON escapes within the limit of a message.
+/// Maximum size of all files of one response in bytes; a file that is listed twice counts twice.
+/// Leaves room for JSON escapes within the limit of a message.
 pub const MAX_ANSWER_BYTES: usize = 50 << 20;
 
 /// Possible locations of a plugin's manifest, below its directory; the first that exists is used.
@@ -59,7 +59,7 @@ pub struct DiscoverParams {
     pub roots: Vec<RootParams>,
 }
 
-/// Each with its policy, which must not be lost.
+/// Each root has a policy, which must not be lost.
 fn roots<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<RootParams>, D::Error> {
     struct CapabilityRoot(RootParams);
 
@@ -141,7 +141,7 @@ pub struct Plugin {
     /// The file with its MCP servers, if it is not the manifest.
     #[serde(default)]
     pub mcp_config: Option<TextFile>,
-    /// The file with its apps, likewise.
+    /// The file with its apps, if it is not the manifest.
     #[serde(default)]
     pub apps_config: Option<TextFile>,
 }

@@ -146,7 +146,7 @@ pub enum DecodeError {
     Missing(&'static str),
 }
 
-/// Decodes and decode_classifies_the_four_kinds_of_message one message.
+/// Decodes and classifies one message.
 ///
 /// # Errors
 ///

@@ -372,15 +372,15 @@ pub struct CanonicalizeResult {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ReadDirectoryParams {
-    /// Which directory.
+    /// Path of the directory.
     pub path: PathUri,
     /// Extension `fs/readDirectory#links`: return the target of each link, and list dangling links.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub links: bool,
-    /// Extension `fs/readDirectory#limit`: the most entries of one page, 1 to 50,000.
+    /// Extension `fs/readDirectory#limit`: maximum number of entries of one page, 1 to 50,000.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit: Option<usize>,
-    /// Extension `fs/readDirectory#after`: the `next` of the page before.
+    /// Extension `fs/readDirectory#after`: the `next` of the previous page.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<String>,
     /// Sandbox policy of the request.
@@ -393,8 +393,8 @@ pub struct ReadDirectoryParams {
 pub struct ReadDirectoryResult {
     /// Entries of the directory, unordered.
     pub entries: Vec<DirectoryEntry>,
-    /// Extension `fs/readDirectory#next`: there may be more entries, to be asked for `after` this;
-    /// opaque.
+    /// Extension `fs/readDirectory#next`: cursor for the next page, to be passed as `after`;
+    /// opaque. Absent on the last page.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next: Option<String>,
 }
@@ -426,10 +426,10 @@ pub struct WalkParams {
     pub path: PathUri,
     /// Limits of the walk.
     pub options: WalkOptions,
-    /// Extension `fs/walk#limit`: the most entries of one page, 1 to 50,000.
+    /// Extension `fs/walk#limit`: maximum number of entries of one page, 1 to 50,000.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit: Option<usize>,
-    /// Extension `fs/walk#after`: the `next` of the page before.
+    /// Extension `fs/walk#after`: the `next` of the previous page.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<String>,
     /// Sandbox policy of the request.
@@ -457,14 +457,15 @@ pub struct WalkOptions {
 /// Result of [`Walk`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WalkResult {
-    /// Entries by directory, each in order of names; of a page, a directory is followed by
-    /// what is below it.
+    /// Entries by directory, each directory in order of names. On a page, a directory is followed
+    /// by the entries below it.
     pub entries: Vec<WalkEntry>,
     /// Paths that could not be examined.
     pub errors: Vec<WalkError>,
     /// Whether a limit was reached and entries are missing.
     pub truncated: bool,
-    /// Extension `fs/walk#next`: there may be more entries, to be asked for `after` this; opaque.
+    /// Extension `fs/walk#next`: cursor for the next page, to be passed as `after`; opaque. Absent
+    /// on the last page.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next: Option<String>,
 }
@@ -501,7 +502,7 @@ pub struct WalkError {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RemoveParams {
-    /// The path; a link at its end is removed itself.
+    /// The path; if it ends with a link, the link itself is removed.
     pub path: PathUri,
     /// Remove everything below it, too.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
@@ -563,7 +564,7 @@ pub struct MissingChangedParams {
 /// Params of [`Rename`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RenameParams {
-    /// Path to move; a link at its end is moved itself.
+    /// Path to move; if it ends with a link, the link itself is moved.
     pub from: PathUri,
     /// The new path.
     pub to: PathUri,

@@ -262,7 +262,7 @@ impl<'de> Deserialize<'de> for JsonTree {
 ///
 /// # Panics
 ///
-/// Canonical text is not check_canonical, or a path changes in conversion.
+/// A canonical text is not recognised as canonical, or a path changes in conversion.
 pub fn path_uri(data: &[u8]) {
     if let Ok(text) = str::from_utf8(data)
         && let Ok(uri) = PathUri::parse(text)

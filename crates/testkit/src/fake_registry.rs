@@ -1,7 +1,8 @@
-//! Fake registry and rendezvous server that play the life of an environment for its executor.
+//! Fake registry and rendezvous server that simulate the lifecycle of an environment for its
+//! executor.
 //!
-//! Answers `register` and the executor's websocket as a script says, and records every request.
-//! Routes no frames: harnesses cannot connect.
+//! Responds to `register` and the executor's websocket as a script specifies, and records every
+//! request. Routes no frames: harnesses cannot connect.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -32,7 +33,7 @@ pub struct Seen {
     pub status: u16,
 }
 
-/// Answers of the registry: each is used once, the last one for all later requests.
+/// Scripted statuses of responses: each is used once, the last one for all later requests.
 #[derive(Debug)]
 struct Script {
     register: VecDeque<u16>,
@@ -47,11 +48,11 @@ struct Shared {
     /// Signalled to close all sockets.
     cut: Notify,
     open: watch::Sender<usize>,
-    /// Whether responses say that refusals are to be retried, as the project's own registry does.
+    /// Whether responses request that refusals are retried, as the project's own registry does.
     retry_refusals: bool,
 }
 
-/// A listening fake; ends when dropped.
+/// A listening fake registry; dropping it closes it.
 #[derive(Debug)]
 pub struct FakeRegistry {
     address: SocketAddr,
@@ -200,7 +201,7 @@ impl Shared {
         while let Ok(mut head) = read_head(&mut stream, HeadKind::Request).await {
             if let Some(key) = head.header("sec-websocket-key").map(accept_key) {
                 let status = next(&mut self.script.lock().socket);
-                // Before the response: the executor may react immediately.
+                // Recorded before the response is sent, because the executor may react immediately.
                 let cut = self.cut.notified();
                 self.saw("socket", None, status);
                 if status != 101 {

@@ -291,14 +291,14 @@ pub async fn managed_network_allows_only_hosts_of_the_cli(url: &str) {
     assert_eq!(paths, ["/allowed", "/tunnel", "/socks"]);
 }
 
-/// The CLI is requested to decide about a host that its requirements do not name, has the model
-/// review it, and its decision (`outcome` is `allow` or `deny`) is applied.
+/// The CLI gets a request to decide about a host that its requirements do not name. It has the
+/// model review the request, and its decision (`outcome` is `allow` or `deny`) is applied.
 ///
 /// Returns the output of the command that requested [`UNLISTED_URL`].
 ///
 /// # Panics
 ///
-/// The model was not requested to review.
+/// If the model was not asked to review.
 pub async fn model_review_decides_about_an_unlisted_host(url: &str, outcome: &str) -> String {
     let home = CodexHome::new();
     let domains = DOMAINS.replace("features.network_proxy", "experimental_network");

@@ -35,7 +35,7 @@ impl Drop for Nats {
             if let Some(child) = &mut self.child {
                 let _ = child.start_kill();
             }
-            // Lazy: the server may still have open files.
+            // Unmounts lazily: the server may still have open files.
             let mut unmount = std::process::Command::new("umount");
             let _ = unmount.arg("-l").arg(self.store()).status();
         }
@@ -148,7 +148,7 @@ impl Nats {
         assert!(self.mounted, "never fill the disk of the machine");
         let filler = std::fs::File::create(self.store().join("filler"));
         let mut filler = filler.expect("a file");
-        // Down to single bytes, so that not even a short record fits.
+        // Writes down to single bytes, so that not even a short record fits.
         for size in [64 << 10, 512, 1] {
             while filler.write_all(&vec![0; size]).is_ok() {}
         }

@@ -56,7 +56,7 @@ pub async fn all_gone(marker: &str) {
     .await;
 }
 
-/// Polls `look` until it succeeds; its error describes what it observed instead.
+/// Polls `look` until it succeeds; its error describes the observed state.
 ///
 /// For conditions without a notification, such as the end of another process's child.
 ///

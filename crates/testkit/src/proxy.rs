@@ -176,7 +176,7 @@ async fn accept(listener: TcpListener, shared: Arc<TcpProxyShared>) {
             continue;
         }
         let shared = Arc::clone(&shared);
-        // Ends with either side, or with the next cut.
+        // The task ends when either side closes, or at the next cut.
         tokio::spawn(async move {
             let mut cuts = shared.cuts.subscribe();
             let target = shared.target.lock().clone();
@@ -311,7 +311,7 @@ impl Drop for Outage {
     }
 }
 
-/// Forwards connections; ends them when it is aborted.
+/// Forwards connections; aborting the task ends them.
 async fn forward(listener: TcpListener, target: SocketAddr) {
     let mut connections = JoinSet::new();
     while let Ok((mut client, _)) = listener.accept().await {
@@ -380,7 +380,7 @@ impl LinkCutter {
         self.left.store(limit.unwrap_or(i64::MAX), Ordering::SeqCst);
         let (here, there) = Link::pair();
         let cutter = Arc::clone(self);
-        // Ends with either link, or at the limit.
+        // Ends when either link ends, or at the limit.
         tokio::spawn(async move {
             let Link {
                 incoming: mut from_client,

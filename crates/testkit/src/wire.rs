@@ -42,7 +42,7 @@ pub struct TestedServer {
 #[derive(Debug)]
 enum TransportKind {
     Listening(Box<ServerProcess>),
-    /// The link is given to the first connection.
+    /// The link, which the first connection takes.
     Stdio(Box<Child>, u32, Option<Box<Link>>),
 }
 

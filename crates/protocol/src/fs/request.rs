@@ -1,7 +1,7 @@
 //! File operations as values: requests and responses.
 //!
-//! [`FsRequest`] and [`FsResponse`] hold the types of the wire, one variant per method. Files that are
-//! open across requests, watches and their notifications are no part of them.
+//! [`FsRequest`] and [`FsResponse`] hold the types of the wire, one variant per method. Open files,
+//! watches and notifications have no variant.
 
 use serde::Serialize;
 
@@ -13,7 +13,7 @@ use crate::method::Method;
 use crate::path::PathUri;
 use crate::sandbox::Sandbox;
 
-/// A file operation of one request and one response.
+/// A file operation with one request and one response.
 pub trait FsMethod: Method<Params: Sync + 'static, Result: 'static> + 'static {
     /// Whether the method changes files.
     const WRITES: bool;
@@ -28,12 +28,12 @@ pub trait FsMethod: Method<Params: Sync + 'static, Result: 'static> + 'static {
     fn result(response: FsResponse) -> Option<Self::Result>;
 }
 
-/// Something that is done with a request whatever its method.
+/// Function that is applied to a request of any method.
 pub trait FsVisitor {
     /// Result type of a visit.
     type Output;
 
-    /// Does it.
+    /// Visits the params of one method.
     fn visit<M: FsMethod>(self, params: M::Params) -> Self::Output;
 }
 
@@ -83,35 +83,35 @@ macro_rules! operations {
                 )*}
             }
 
-            /// Whether it changes files.
+            /// Whether the operation changes files.
             pub fn writes(&self) -> bool {
                 match self {$(
                     Self::$name(_) => $name::WRITES,
                 )*}
             }
 
-            /// The policy that it runs under.
+            /// The sandbox policy of the operation.
             pub fn sandbox_mut(&mut self) -> &mut Option<Sandbox> {
                 match self {$(
                     Self::$name(params) => &mut params.sandbox,
                 )*}
             }
 
-            /// The paths that it names, the first one first.
+            /// The paths in the params, the first one first.
             pub fn paths_mut(&mut self) -> Vec<&mut PathUri> {
                 match self {$(
                     Self::$name(params) => vec![$(&mut params.$path),+],
                 )*}
             }
 
-            /// Hands the params to a visitor that knows their method.
+            /// Calls the visitor with the params of the method.
             pub fn visit<V: FsVisitor>(self, visitor: V) -> V::Output {
                 match self {$(
                     Self::$name(params) => visitor.visit::<$name>(params),
                 )*}
             }
 
-            /// Decodes the params of a method; `None` if it is not one of these operations.
+            /// Decodes the params of a method; `None` if the method is not one of these operations.
             pub fn decode(method: &str, params: &str) -> Option<serde_json::Result<Self>> {
                 Some(match method {
                     $($name::NAME => serde_json::from_str(params).map(Self::$name),)*
@@ -123,7 +123,7 @@ macro_rules! operations {
             ///
             /// # Errors
             ///
-            /// When it is not what the method answers.
+            /// When the text is not a result of the method.
             pub fn decode_response(&self, result: &str) -> serde_json::Result<FsResponse> {
                 match self {$(
                     Self::$name(_) => serde_json::from_str(result).map(FsResponse::$name),
@@ -153,19 +153,19 @@ operations! {
 }
 
 impl FsRequest {
-    /// The JSON of the params.
+    /// Returns the params as JSON.
     pub fn encode(&self) -> String {
         text(self)
     }
 }
 
 impl FsResponse {
-    /// The JSON of the result.
+    /// Returns the result as JSON.
     pub fn encode(&self) -> String {
         text(self)
     }
 
-    /// The paths that it names.
+    /// The paths in the params.
     pub fn paths_mut(&mut self) -> Vec<&mut PathUri> {
         match self {
             Self::Canonicalize(result) => vec![&mut result.path],

@@ -210,7 +210,10 @@ fn credentials_are_not_sent_without_tls() {
         assert!(Registry::new("https://h", id, options()).is_err(), "{id}");
     }
     let odd = Registry::new("https://h", "a/b c?", options()).unwrap();
-    assert_eq!(odd.configured.base.path(), "/cloud/environment/a%2Fb%20c%3F/");
+    assert_eq!(
+        odd.configured.base.path(),
+        "/cloud/environment/a%2Fb%20c%3F/"
+    );
 }
 
 #[test]

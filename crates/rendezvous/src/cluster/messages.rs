@@ -280,7 +280,10 @@ impl ClusterShared {
             let inbox = self.client.new_inbox();
             let mut answers = self.client.subscribe(inbox.clone()).await.ok()?;
             let subject = self.node_subject(node, "ask");
-            let sent = self.client.publish_with_reply(subject, inbox, request).await;
+            let sent = self
+                .client
+                .publish_with_reply(subject, inbox, request)
+                .await;
             sent.ok()?;
             let mut items = Vec::new();
             while let Some(message) = answers.next().await {
