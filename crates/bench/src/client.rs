@@ -36,7 +36,7 @@ pub(crate) struct BenchClient {
     /// Received bytes are in `unread`; the rest is free space.
     buffer: Vec<u8>,
     unread: Range<usize>,
-    /// The most bytes per read.
+    /// Maximum number of bytes per read.
     read_bytes: usize,
     /// Whether the last read filled the free space.
     filled: bool,

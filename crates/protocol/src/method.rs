@@ -63,8 +63,8 @@ impl<'de> Deserialize<'de> for NoParams {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Empty {}
 
-/// Declares the types that stand for methods: the doc line and a type name. What each takes, answers
-/// and needs is its row in [`table`](crate::table).
+/// Declares the types that stand for methods: the doc line and a type name. Params, result and
+/// scopes of each are in its row of [`table`](crate::table).
 macro_rules! method_types {
     ($($(#[$doc:meta])* $name:ident;)*) => {$(
         $(#[$doc])*

@@ -107,7 +107,7 @@ pub struct ProxySettings {
 
 /// Source of one kind of credentials, and the requests into which they are inserted.
 ///
-/// No server of this project offers this; the shape is checked, and the start is refused with the
+/// This project's servers do not support it: the type is checked, and the start is refused with the
 /// reason.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -116,9 +116,9 @@ pub struct CredentialProvider {
     pub env: Vec<String>,
     /// Patterns of credentials.
     pub patterns: Vec<String>,
-    /// Beginnings of the URLs that get the credential.
+    /// Prefixes of the URLs whose requests get the credential.
     pub url_prefixes: Vec<String>,
-    /// Variable that contains such a beginning.
+    /// Variable that contains such a prefix.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub url_prefix_from_env: Option<String>,
     /// How the credential is sent.
@@ -141,7 +141,7 @@ pub enum CredentialAuth {
     Token,
     /// `Authorization: Basic`.
     Basic,
-    /// A header of its own.
+    /// A header with another name.
     Header(Value),
 }
 
@@ -188,7 +188,7 @@ pub enum PolicyProtocol {
 pub struct PolicyRequestParams {
     /// Id of the process that attempts the connection.
     pub process_id: String,
-    /// The host that it wants to reach.
+    /// The host that the process wants to reach.
     pub request: PolicyTarget,
 }
 
@@ -229,7 +229,7 @@ pub enum PolicyAnswer {
 }
 
 impl PolicyAnswer {
-    /// The answer if the client does not decide.
+    /// The decision if the client does not decide.
     pub fn not_allowed() -> Self {
         Self::Deny {
             reason: "not_allowed".to_owned(),

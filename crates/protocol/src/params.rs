@@ -1,9 +1,9 @@
-//! Decoding of the params of a request: JSON text to the type of its method, once.
+//! Decoder of params: converts the JSON text of a request to the type of its method.
 //!
-//! Params are an object. Derived types would take an array too, by position; here that is an error, so
-//! that nothing which reads the text by names can come to another result. Unknown members are ignored,
-//! as compatible peers do, except for those that look like a guarded one: a member whose loss would
-//! let a request do more than its sender meant to allow.
+//! Params must be an object. Derived types would also accept an array, by position; here that is an
+//! error, so that code which reads members by name always sees the same values. Unknown members are
+//! ignored, as compatible peers do, except for those whose name is similar to a guarded one: without
+//! such a member a request would do more than its sender meant to allow.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -13,11 +13,11 @@ use serde::de::{DeserializeOwned, DeserializeSeed, Deserializer, Error, MapAcces
 use serde::{Deserialize, forward_to_deserialize_any};
 use serde_json::de::{Read, SliceRead, StrRead};
 
-/// The names of members that must not be lost.
+/// Names of members that must not be ignored when they are misspelt.
 pub(crate) type SafeMembers = &'static [&'static str];
 
-/// Edits that still make a name look like another: one for a letter too many, missing or wrong, two for
-/// letters that changed places. Upper and lower case are the same.
+/// Maximum edit distance at which two names are similar: one edit for a letter that is added, missing
+/// or wrong, two for swapped letters. Case is ignored.
 const MAX_EDITS: usize = 2;
 
 /// Decodes params from text.
@@ -57,7 +57,7 @@ pub(crate) fn object<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
     })
 }
 
-/// Deserializes structs from objects alone, and looks at the names that they do not know.
+/// Deserializer of structs that accepts objects only, and checks the names of unknown members.
 struct Object<D> {
     inner: D,
     guarded: SafeMembers,
@@ -142,7 +142,7 @@ fn is_within(one: &[u8], other: &[u8], edits: usize) -> bool {
     }
 }
 
-/// Visits the members of an object; a sequence is refused by the default of [`Visitor`].
+/// Visitor of the members of an object; by the default of [`Visitor`], a sequence is rejected.
 struct MemberVisitor<V> {
     inner: V,
     known: KnownMembers,
@@ -163,7 +163,7 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for MemberVisitor<V> {
     }
 }
 
-/// The members of an object, each checked before it is taken.
+/// Members of an object; each name is checked before its value is deserialized.
 struct Checked<A> {
     map: A,
     known: KnownMembers,

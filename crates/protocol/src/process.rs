@@ -285,7 +285,7 @@ pub struct ReadParams {
     /// Return output after this sequence number; 0 if absent.
     #[serde(default)]
     pub after_seq: Option<u64>,
-    /// The most bytes to return, but at least one chunk.
+    /// Maximum number of bytes to return, but at least one chunk.
     #[serde(default)]
     pub max_bytes: Option<usize>,
     /// How long to wait if there is no output yet.
@@ -769,7 +769,7 @@ pub struct Match {
 pub struct SnapshotParams {
     /// Id of the process.
     pub process_id: String,
-    /// The most bytes of each stream, half from its beginning, half from its end.
+    /// Maximum number of bytes of each stream, half from its beginning, half from its end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_bytes: Option<u64>,
     /// Id of the session; that of this connection if absent.

@@ -1,8 +1,9 @@
-//! The table of methods: for each that servers handle, what it takes, answers, needs and adds.
+//! Table of methods: params, result, scopes, changes and extensions of each method that servers
+//! handle.
 //!
 //! Dispatch, scopes, metrics, the audit log, the list of extensions, the client's decision whether to
-//! send a request again and `docs/wire.md` all read it. A method without a row is no
-//! [`ServedMethod`], and the compiler finds a row without a function. Requests that a server makes
+//! send a request again and `docs/wire.md` all use this table. Only methods with a row are
+//! [`ServedMethod`]s, and a row without a function does not compile. Requests that a server sends
 //! ([`network`](crate::network)) have no row.
 
 use std::fmt;
@@ -17,18 +18,18 @@ use crate::{capability, command, environment, fs, http, params, process, session
 /// A group of methods that a token allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
-    /// Running commands, and all that `Observe` allows.
+    /// Run commands; includes everything that `Observe` allows.
     Exec,
-    /// Reading files.
+    /// Read files.
     FsRead,
-    /// Changing files.
+    /// Change files.
     FsWrite,
-    /// Looking at processes.
+    /// Read the output and state of processes.
     Observe,
 }
 
 impl Scope {
-    /// Every scope there is.
+    /// All scopes.
     pub const ALL: [Self; 4] = [Self::Exec, Self::FsRead, Self::FsWrite, Self::Observe];
 
     /// Name of the scope in tokens and settings.
@@ -55,16 +56,16 @@ pub enum MethodChanges {
     Nothing,
     /// The session or the connection of the client itself.
     Session,
-    /// Processes: they are started, fed or ended.
+    /// Processes: requests start them, write to them or end them.
     Processes,
     /// Files, through a path or an open handle.
     Files,
-    /// Something elsewhere, over the network.
+    /// State of other machines, over the network.
     Network,
 }
 
 impl MethodChanges {
-    /// A noun for the documentation.
+    /// Name of the state for the documentation.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Nothing => "nothing",
@@ -76,12 +77,12 @@ impl MethodChanges {
     }
 }
 
-/// Which files a request changes, for the audit log.
+/// Files that a request changes, for the audit log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileChange<'a> {
-    /// The path that is changed, copied or moved.
+    /// Path of the file that is changed, copied or moved.
     pub path: &'a PathUri,
-    /// Where it is copied or moved to.
+    /// Destination of a copy or move.
     pub to: Option<&'a PathUri>,
 }
 
@@ -95,61 +96,64 @@ impl<'a> FileChange<'a> {
     }
 }
 
-/// A row of the table.
+/// Row of the table.
 #[derive(Debug)]
 pub struct MethodRow {
-    /// The name on the wire.
+    /// Name of the method on the wire.
     pub name: &'static str,
     /// Name of the method's group in handshake errors; `initialize`, which needs no handshake, has
     /// none.
     pub family: Option<&'static str>,
-    /// A token needs one of these; an empty list needs no scope. A single request can need one of
-    /// them in particular, see [`ServedMethod::scopes`].
+    /// A token needs one of these scopes; an empty list needs no scope. A single request can need a
+    /// particular one of them, see [`ServedMethod::scopes`].
     pub scopes: &'static [Scope],
     /// State that requests may change.
     pub changes: MethodChanges,
-    /// Whether a client may send a request again when the connection is lost before the response: twice
-    /// is the same as once. `process/write` is, because the server knows its `writeId` again; open
-    /// files and watches belong to one connection.
+    /// Whether the method is idempotent, so that a client may send a request again when the connection
+    /// is lost before the response. `process/write` is idempotent because of its `writeId`. Open files
+    /// and watches are not, because they belong to one connection.
     pub repeatable: bool,
     /// Extensions of the compatible wire: methods, notifications and fields (`method#field`).
     pub extensions: &'static [&'static str],
 }
 
-/// A method that servers handle: it has a row in the table.
+/// A method with a row in the table.
 pub trait ServedMethod: Method {
     /// Row of the method.
     const ID: MethodId;
 
-    /// Names that unknown members must not look like: what these stand for would be lost, and the
-    /// request do more than its sender meant to allow.
+    /// Guarded names: an unknown member whose name is similar to one of these is rejected. If it
+    /// were ignored as a spelling mistake, the request would do more than its sender meant to
+    /// allow.
     const GUARDED: SafeMembers = EVERYWHERE;
 
-    /// Decodes params, which are an object (`null` as well for methods without params).
+    /// Decodes params. They must be an object; `null` is accepted for methods without params.
     ///
     /// # Errors
     ///
-    /// When they are not what the method takes.
+    /// When the params are not valid for the method.
     fn decode(raw: &str) -> serde_json::Result<Self::Params> {
         params::from_str(raw, Self::GUARDED)
     }
 
-    /// The scopes of which a token needs one for this request; an empty list needs no scope.
+    /// Scopes for this request: a token needs one of them; an empty list needs no scope.
     fn scopes(_: &Self::Params) -> &'static [Scope] {
         Self::ID.row().scopes
     }
 
-    /// The files that this request changes. Requests on a handle return none: `fs/open` named the file.
+    /// Files that this request changes. Requests on a handle return none, because `fs/open` already
+    /// named the file.
     fn file_change(_: &Self::Params) -> Option<FileChange<'_>> {
         None
     }
 }
 
-/// Guarded by every method, so that a policy has an effect or the request an error.
+/// Guarded names of every method, so that a misspelt policy is an error instead of having no
+/// effect.
 pub(crate) const EVERYWHERE: SafeMembers = &["sandbox"];
 
-/// Guarded by methods that start processes, those of the first generation, which have none of these,
-/// included.
+/// Guarded names of methods that start processes, including those of the first generation, which
+/// have none of these members.
 const STARTING: SafeMembers = &[
     "sandbox",
     "enforceManagedNetwork",
@@ -160,7 +164,7 @@ const STARTING: SafeMembers = &[
     "timeoutMs",
 ];
 
-/// Guarded by `http/request`.
+/// Guarded names of `http/request`.
 const REQUESTING: SafeMembers = &[
     "sandbox",
     "enforceManagedNetwork",
@@ -170,11 +174,11 @@ const REQUESTING: SafeMembers = &[
     "timeoutMs",
 ];
 
-/// Guarded by methods that can refuse links.
+/// Guarded names of methods that can refuse links.
 pub(crate) const AT_PATHS: SafeMembers = &["sandbox", "followSymlinks"];
 
-/// Makes the list of methods, their rows and their types' traits. What follows `=>` overrides items
-/// of [`ServedMethod`].
+/// Defines the list of methods, their rows and the traits of their types. Items after `=>` override
+/// those of [`ServedMethod`].
 macro_rules! table {
     ($(
         $variant:ident: $method:ty = $wire:literal ($params:ty) -> $result:ty {
@@ -183,7 +187,7 @@ macro_rules! table {
             $(=> $($function:tt)*)?
         }
     )*) => {
-        /// The methods that servers handle, in the order of their names.
+        /// Methods that servers handle, sorted by name.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         pub enum MethodId {
             $(
@@ -193,7 +197,7 @@ macro_rules! table {
         }
 
         impl MethodId {
-            /// All of them, in the order of their names.
+            /// All methods, sorted by name.
             pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
         }
 
@@ -216,7 +220,7 @@ macro_rules! table {
                 }
             }
 
-            /// Why params are refused, if they are.
+            /// Reason why params are rejected, if they are.
             fn refusal(self, raw: &str) -> Option<String> {
                 match self {
                     $(Self::$variant => Some(<$method>::decode(raw).err()?.to_string()),)*
@@ -494,7 +498,7 @@ table! {
 }
 
 impl MethodId {
-    /// The method of this name.
+    /// Returns the method with this name.
     pub fn of(name: &str) -> Option<Self> {
         let index = ROWS.binary_search_by(|row| row.name.cmp(name)).ok()?;
         Some(Self::ALL[index])
@@ -505,12 +509,12 @@ impl MethodId {
         &ROWS[self as usize]
     }
 
-    /// An extension of this method, as `environment/info` lists it. In a constant, a name that the row
-    /// does not list does not compile.
+    /// Returns an extension of this method, as `environment/info` lists it. In a constant, a name that
+    /// is not in the row does not compile.
     ///
     /// # Panics
     ///
-    /// When the row does not list it.
+    /// If the name is not in the row.
     pub const fn extension(self, name: &str) -> &'static str {
         let listed = self.row().extensions;
         let mut at = 0;
@@ -524,7 +528,7 @@ impl MethodId {
     }
 }
 
-/// Whether two texts are equal, in constants.
+/// Whether two texts are equal; can be used in constants.
 const fn same(one: &str, other: &str) -> bool {
     let (one, other) = (one.as_bytes(), other.as_bytes());
     if one.len() != other.len() {
@@ -540,19 +544,19 @@ const fn same(one: &str, other: &str) -> bool {
     true
 }
 
-/// A method of the compatible wire that servers do not offer: they refuse it like an unknown one, but
-/// check scope and handshake before.
+/// A method of the compatible wire that servers do not support. It is rejected like an unknown
+/// method, but scope and handshake are checked before.
 #[derive(Debug)]
 pub struct NotOffered {
-    /// The name on the wire.
+    /// Name of the method on the wire.
     pub name: &'static str,
     /// Name of the method's group in handshake errors.
     pub family: &'static str,
-    /// A token needs one of these.
+    /// A token needs one of these scopes.
     pub scopes: &'static [Scope],
 }
 
-/// The methods that are not offered.
+/// Methods of the compatible wire that servers do not support.
 pub static NOT_OFFERED: &[NotOffered] = &[NotOffered {
     name: "capabilities/discoverV2",
     family: "capability discovery",
@@ -564,14 +568,14 @@ pub static NOT_OFFERED: &[NotOffered] = &[NotOffered {
 pub enum RequestedMethod<'a> {
     /// A method with a row.
     Served(MethodId),
-    /// A method of the compatible wire that is not offered.
+    /// A method of the compatible wire that servers do not support.
     NotOffered(&'static NotOffered),
-    /// Anything else.
+    /// An unknown method.
     Unknown(&'a str),
 }
 
 impl<'a> RequestedMethod<'a> {
-    /// Finds the method of this name.
+    /// Finds the method with this name.
     pub fn of(name: &'a str) -> Self {
         if let Some(method) = MethodId::of(name) {
             return Self::Served(method);
@@ -582,7 +586,7 @@ impl<'a> RequestedMethod<'a> {
         }
     }
 
-    /// The name on the wire.
+    /// Name of the method on the wire.
     pub fn name(self) -> &'a str {
         match self {
             Self::Served(method) => method.row().name,
@@ -591,8 +595,8 @@ impl<'a> RequestedMethod<'a> {
         }
     }
 
-    /// The scopes of which a token needs one for any request of this name. An unknown name needs the
-    /// most that methods with such a name can do.
+    /// Scopes for any request of this name: a token needs one of them. Unknown names need the scope
+    /// of the most powerful methods of the same group.
     pub fn scopes(self) -> &'static [Scope] {
         match self {
             Self::Served(method) => method.row().scopes,
@@ -628,8 +632,8 @@ mod tests {
         }
     }
 
-    /// A client that knows no extensions closes the connection at an unknown notification above 8 KiB.
-    /// So none is added that a client has not requested with an added method.
+    /// A client without extensions closes the connection at an unknown notification above 8 KiB.
+    /// Therefore added notifications are sent only to clients that have called an added method.
     #[test]
     fn added_notifications_are_sent_only_to_clients_that_use_an_added_method() {
         let mut notifications = Vec::new();
@@ -683,7 +687,8 @@ mod tests {
                 let refusal = id
                     .refusal(&format!(r#"{{"{member}":null}}"#))
                     .unwrap_or_default();
-                // Only what is misplaced, by its very name; and everything where there are no params.
+                // Only members that are in the wrong place are rejected here; for methods without
+                // params, all members are.
                 if !refusal.contains("this method takes no params") {
                     let misplaced = id.guarded().contains(&member);
                     assert!(

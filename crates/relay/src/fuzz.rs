@@ -19,7 +19,7 @@ use crate::noise::{SEED_BYTES, StaticKeys};
 
 const STREAM: &str = "s";
 
-/// The most bytes that two endpoints may buffer in queues, windows and behind gaps: 16 MiB.
+/// Maximum number of bytes that two endpoints may buffer in queues, windows and behind gaps: 16 MiB.
 const BOUND: usize = 16 << 20;
 
 /// Runs a script: each step is a byte that selects an event, followed by its arguments.

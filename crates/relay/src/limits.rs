@@ -24,7 +24,7 @@ pub const MAX_RECORD_BYTES: usize = 61_440;
 /// Bytes that encryption adds to a record: the AES-GCM tag.
 pub const TAG_BYTES: usize = 16;
 
-/// The longest message: 64 MiB.
+/// Maximum length of a message: 64 MiB.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
 
 /// How far ahead of the expected record another may arrive, and the most records in flight.

@@ -132,9 +132,9 @@ pub(crate) struct SimulatedEnd {
     pub(crate) up: bool,
     up_at: Option<Instant>,
     full: bool,
-    /// The most bytes that were ever buffered.
+    /// Maximum number of bytes that were ever buffered.
     pub(crate) peak: usize,
-    /// The most messages that are read after each event.
+    /// Maximum number of messages that are read after each event.
     pub(crate) reads: usize,
     pub(crate) transmitted: u64,
 }
