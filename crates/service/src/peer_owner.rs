@@ -48,7 +48,7 @@ pub(crate) fn check(peer: SocketAddr, local: SocketAddr) -> Result<(), String> {
     }
 }
 
-/// The owner as `/proc` lists it.
+/// Returns the owner that `/proc/net/tcp` lists.
 fn listed(peer: SocketAddr, local: SocketAddr) -> io::Result<u32> {
     match local_peer::tcp_socket(peer, local) {
         Some(socket) if socket.inode != 0 => Ok(socket.user),
@@ -72,7 +72,7 @@ fn query(peer: SocketAddr, local: SocketAddr) -> io::Result<Vec<u8>> {
     Ok(response[..read].to_vec())
 }
 
-/// A request for the one socket with these addresses.
+/// Encodes a request for the one socket with these addresses.
 fn request(peer: SocketAddr, local: SocketAddr) -> [u8; REQUEST] {
     const REQUEST_FLAG: u16 = 1;
     let mut out = [0; REQUEST];

@@ -75,7 +75,7 @@ pub fn hide_from_other_processes() -> io::Result<()> {
 }
 
 unsafe extern "C" {
-    /// The environment of this program.
+    /// Environment of this program, as the C library stores it.
     static environ: *const *mut c_char;
 }
 

@@ -408,7 +408,7 @@ fn warn_about_root(settings: &Settings, listeners: &[Listener]) {
         return;
     }
     let url = listener.url();
-    // Not logged: the log shows errors only, unless the settings say otherwise.
+    // Printed instead of logged: by default the log contains errors only.
     notice(&match settings.flag("auth.danger_no_auth") {
         true => format!(
             "warning: every client that can reach {url} can run commands as root; use tokens \

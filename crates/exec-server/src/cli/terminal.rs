@@ -61,7 +61,8 @@ impl RawMode {
         let before = termios::tcgetattr(stdin)?;
         let mut raw = before.clone();
         raw.make_raw();
-        // Without waiting for output: while ^S stops the terminal, that would wait without end.
+        // Restores the mode without waiting for output: while ^S stops the terminal, the wait would
+        // never end.
         termios::tcsetattr(stdin, OptionalActions::Now, &raw)?;
         IS_RAW.store(true, Ordering::Relaxed);
         Ok(Some(Self(before)))

@@ -144,7 +144,7 @@ async fn root_is_warned_about_a_port_without_authentication() {
         command.args(flags);
         let server = ServerProcess::start(command).await;
         if is_root {
-            server.said("exec-server: warning: ").await;
+            server.wait_logged("exec-server: warning: ").await;
             let printed = server.stderr();
             assert!(printed.contains(expected), "{printed}");
         } else {

@@ -80,7 +80,7 @@ fn stat_at_once(fd: impl std::os::fd::AsFd) -> Option<Statx> {
     let found = rustix::fs::statx(&fd, c"", flags, wanted).ok()?;
     let device = rustix::fs::makedev(found.stx_dev_major, found.stx_dev_minor);
     let changed = (found.stx_ctime.tv_sec, found.stx_ctime.tv_nsec.into());
-    // The blocking function reports a protected file.
+    // A protected file is left to the blocking function, which reports it.
     let is_usable = is_known(&found) && is_ordinary((device, found.stx_ino), changed, &fd);
     is_usable.then_some(found)
 }

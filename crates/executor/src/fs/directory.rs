@@ -448,7 +448,7 @@ pub fn create_directory(path: &Path, recursive: bool, links: SymlinkPolicy) -> R
 /// Creates a directory in an existing one.
 pub(super) fn create_following(path: &Path) -> Result<(), FsError> {
     let Some(_) = path.file_name() else {
-        // The root, which exists.
+        // The path is the root directory, which exists.
         return Err(at(path)(Errno::EXIST));
     };
     let (directory, name) = parent(path, SymlinkPolicy::Follow)?;
@@ -468,7 +468,7 @@ pub(super) fn create_all(path: &Path) -> Result<(), FsError> {
             Err(FsError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                 missing.push(directory);
             }
-            // The attempt to create something in it reports what it is.
+            // If the path is not a directory, creating an entry in it returns the error.
             Err(FsError::Io { source, .. }) if source.kind() == io::ErrorKind::NotADirectory => {
                 missing.push(directory);
                 if directory != path {

@@ -1,4 +1,5 @@
-//! Race-free open, without following links or at least without leaving through those of `/proc`.
+//! Race-free opening of files: without following links, or at least without following those of
+//! processes in `/proc`.
 //!
 //! `openat2` refuses links in every component in one call. Kernels before 5.6 and some container
 //! filters do not provide it; there a path is opened one component at a time, each relative to the
@@ -27,6 +28,7 @@ static HAS_OPENAT2: LazyLock<bool> = LazyLock::new(|| {
 /// Opens a path, unless it belongs to the server.
 ///
 /// Descriptors, working directories, roots and executables of processes cannot be reached through
+/// `/proc`: following their links would bypass every check of paths.
 /// `/proc`: their links lead past every check of paths.
 pub(super) fn open(
     path: &Path,
@@ -95,7 +97,7 @@ fn open_at_once(
     let loops = |resolve| probe(path, resolve) == Some(Errno::LOOP);
     match retry_on_intr(|| rustix::fs::openat2(CWD, path, flags, mode, resolve)) {
         Ok(fd) => Ok(File::from(fd)),
-        // These second checks only affect the error.
+        // The following checks only choose the error.
         Err(Errno::LOOP) if links == SymlinkPolicy::Refuse => {
             let above = path
                 .parent()
@@ -144,7 +146,7 @@ fn walk_steps(
             .map(|step| step.as_os_str().to_owned())
             .collect()
     };
-    // The next one last.
+    // Remaining components in reverse order.
     let mut steps = steps_of(below);
     let mut followed = 0;
     while let Some(name) = steps.pop() {

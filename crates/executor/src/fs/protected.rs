@@ -133,10 +133,10 @@ pub(crate) fn protected_files() -> Arc<ProtectedFiles> {
     found.map_or_else(Arc::default, |found| Arc::clone(&found.shared))
 }
 
-/// Protects what another process has found.
+/// Protects the files that another process has examined.
 pub(crate) fn protect_received(files: ProtectedFiles) {
     let mut found = Found::new();
-    // No file has changed since the examination, which is not repeated.
+    // No file counts as changed since the examination, because this process does not repeat it.
     found.since = (i64::MAX, 0);
     found.files.extend(&files.files);
     found.above.extend(&files.above);
@@ -323,7 +323,7 @@ fn is_protected(id: Id, changed: (i64, i64), path: impl FnOnce() -> Option<PathB
     if changed < found.since && !found.is_cut {
         return found.files.contains(&id);
     }
-    // A new file may have the number of a removed one.
+    // The examination is repeated, because a new file may have the inode number of a removed one.
     if found.files.contains(&id) {
         return renewed().is_some_and(|found| found.files.contains(&id));
     }
@@ -369,7 +369,7 @@ pub(super) fn check(file: impl AsFd, path: &Path, flags: OFlags) -> Result<(), F
         rustix::fs::minor(found.st_rdev),
     );
     match file_type(&found) {
-        // The content of files, and the memory of processes, without their names.
+        // Devices for disks and for memory: they contain the files and the memory of processes.
         FileType::BlockDevice if is_open => return Err(refused(path)),
         FileType::CharacterDevice if is_open && matches!(device, (1, 1 | 2 | 4)) => {
             return Err(refused(path));
@@ -528,7 +528,7 @@ fn check_name(
             || found.files.contains(&around)
             || there.is_some_and(|there| is_refused(found, there))
     };
-    // Again, as a new file may have the number of a removed one.
+    // The examination is repeated, because a new file may have the inode number of a removed one.
     if is_protected(&found) && renewed().is_none_or(|found| is_protected(&found)) {
         return Err(refused(path));
     }
