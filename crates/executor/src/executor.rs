@@ -170,7 +170,14 @@ impl Executor {
     ///
     /// When `/dev/null` cannot be opened.
     pub fn new(config: ExecutorConfig) -> io::Result<Self> {
-        let null = File::options().read(true).write(true).open("/dev/null")?;
+        let null = File::options().read(true).write(true).open("/dev/null");
+        let null = null.map_err(|error| {
+            let message = format!(
+                "cannot open /dev/null, which processes without input get: {error}; mount /dev, or \
+                 create it by `mknod -m 666 /dev/null c 1 3`"
+            );
+            io::Error::new(error.kind(), message)
+        })?;
         let launcher = Launcher::new(config.launcher.as_deref(), sandbox::server_tag());
         Ok(Self {
             inner: Arc::new(ExecutorShared {

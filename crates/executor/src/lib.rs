@@ -22,6 +22,7 @@ pub mod signal;
 pub mod spec;
 mod tree;
 
+pub use exec_server_sys::guardian::{GuardianState, pid as guardian};
 pub use executor::{Executor, ExecutorConfig, ExecutorLimits};
 pub use process::Process;
 pub use spec::{PrivateNetwork, ProcessSpec, PtySize, StartError, Stdio, Timeout};
@@ -30,14 +31,12 @@ pub use tree::{descendants_of, start_watcher};
 /// Splits this process into server and guardian, which ends what the server would leave behind if it
 /// is killed: processes, and placeholders of protected names.
 ///
+/// Call it at the beginning of `main`: a process with several threads gets no guardian.
+///
 /// # Errors
 ///
 /// If the process cannot fork.
-///
-/// # Panics
-///
-/// If this process has more than one thread: call it at the beginning of `main`.
-pub fn split_guardian() -> std::io::Result<()> {
+pub fn split_guardian() -> std::io::Result<GuardianState> {
     exec_server_sandbox::placeholder::open_journal();
     exec_server_sys::guardian::split(
         descendants_of,

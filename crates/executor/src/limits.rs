@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use exec_server_sync::{Mutex, MutexGuard};
+use exec_server_sys::rlimit::Resource;
 
 pub use exec_server_protocol::process::ProcessLimits;
 
@@ -29,7 +30,7 @@ pub struct LimitError {
 /// Steps that a child must run before it executes its program.
 #[derive(Debug, Default)]
 pub(crate) struct ChildLimits {
-    pub(crate) rlimits: Vec<(u32, u64)>,
+    pub(crate) rlimits: Vec<(Resource, u64)>,
     pub(crate) groups: Vec<ControlGroup>,
 }
 
@@ -149,7 +150,7 @@ fn positive(name: &'static str, value: u64) -> Result<u64, LimitError> {
 }
 
 /// Raising a limit above the server's own needs a privilege that a child may not have.
-fn check_below_ours(name: &'static str, value: u64, resource: u32) -> Result<(), LimitError> {
+fn check_below_ours(name: &'static str, value: u64, resource: Resource) -> Result<(), LimitError> {
     let ours = exec_server_sys::rlimit::hard(None, resource).unwrap_or(u64::MAX);
     if value > ours && !rustix::process::geteuid().is_root() {
         let reason = format!("{value} is above this server's own limit of {ours}");

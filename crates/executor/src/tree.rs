@@ -24,7 +24,7 @@ use exec_server_sys::{probe, rlimit};
 
 /// The resource limit that carries the tag: CPU time of real-time threads. Values around 2^60
 /// microseconds (thirty thousand years) limit nothing.
-pub(crate) const TAG_RESOURCE: u32 = libc::RLIMIT_RTTIME;
+pub(crate) const TAG_RESOURCE: rlimit::Resource = libc::RLIMIT_RTTIME;
 
 /// Maximum time that a newly forked process may be without its tag, on a busy machine.
 const FORK_TO_TAG: Duration = Duration::from_secs(1);

@@ -43,6 +43,7 @@ use super::standby::{self, LauncherSetup, SpareLaunchers};
 use super::{OrderFile, view};
 use exec_server_sys::confine::{self, ForkSide, OneThread};
 use exec_server_sys::reap::ResourceUsage;
+use exec_server_sys::rlimit::Resource;
 
 /// First argument that makes an executable a launcher.
 pub const ARGUMENT: &CStr = c"--exec-server-sandbox-launcher";
@@ -290,7 +291,7 @@ fn begin_session(name: &CStr) -> Result<(), LaunchFailure> {
 }
 
 /// Joins control groups and sets limits, for this process and its future children.
-fn submit(groups: &[OwnedFd], limits: &[(u32, u64)]) -> Result<(), LaunchFailure> {
+fn submit(groups: &[OwnedFd], limits: &[(Resource, u64)]) -> Result<(), LaunchFailure> {
     for group in groups {
         rustix::io::write(group, b"0").map_err(|error| failed(LaunchStep::Group, b"", error))?;
     }

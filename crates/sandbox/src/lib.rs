@@ -51,6 +51,7 @@ use self::policy::{Disk as _, PathType, PolicyDirectories, RealDisk, ResolvedPol
 use self::standby::Standby;
 use exec_server_sys::launch::{Launch, launch};
 use exec_server_sys::reap::ResourceUsage;
+use exec_server_sys::rlimit::Resource;
 
 pub use self::error::SandboxError;
 pub use self::plan::PrivateNetwork;
@@ -356,7 +357,7 @@ impl PendingLaunch {
     pub fn run(
         prepared_sandbox: &PreparedSandbox,
         program: &Program<'_>,
-        limits: &[(u32, u64)],
+        limits: &[(Resource, u64)],
         terminal: bool,
     ) -> io::Result<Self> {
         let texts = |list: &[CString]| list.iter().map(|text| text.to_bytes().to_vec()).collect();
@@ -568,7 +569,7 @@ pub fn inside(pid: Pid, is_ours: impl FnOnce(Pid) -> bool) -> Option<SandboxedCh
 pub struct Launcher {
     path: Option<CString>,
     /// Resource limit of launchers that belong to no command, which tags them.
-    tag: (u32, u64),
+    tag: (Resource, u64),
     host: OnceLock<Result<HostFeatures, String>>,
     standby: Standby,
 }
@@ -576,7 +577,7 @@ pub struct Launcher {
 impl Launcher {
     /// Uses the given executable, or this program if it called [`launcher::dispatch`]. Launchers that
     /// belong to no command get `tag`, a resource limit that identifies them.
-    pub fn new(path: Option<&Path>, tag: (u32, u64)) -> Self {
+    pub fn new(path: Option<&Path>, tag: (Resource, u64)) -> Self {
         let path = match path {
             Some(path) => CString::new(path.as_os_str().as_bytes()).ok(),
             // The executable is not opened by path: the file at that path may have been replaced by
@@ -697,7 +698,7 @@ impl Launcher {
 /// # Errors
 ///
 /// If there is no launcher or it cannot be run.
-pub fn examine(path: Option<&Path>, tag: (u32, u64)) -> io::Result<HostFeatures> {
+pub fn examine(path: Option<&Path>, tag: (Resource, u64)) -> io::Result<HostFeatures> {
     let launcher = Launcher::new(path, tag);
     let null: OwnedFd = File::options()
         .read(true)

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use exec_server_protocol::sandbox::{
     EnforcementLevel, EnforcementReport, NetworkPermission, PathAccess,
 };
+use exec_server_sys::rlimit::Resource;
 use serde::{Deserialize, Serialize};
 
 use super::host::HostFeatures;
@@ -61,7 +62,7 @@ pub struct SandboxedCommand {
     /// Working directory of the command.
     pub cwd: SystemText,
     /// Resource limits, as (resource, value).
-    pub limits: Vec<(u32, u64)>,
+    pub limits: Vec<(Resource, u64)>,
     /// Whether standard input becomes the controlling terminal.
     pub terminal: bool,
 }

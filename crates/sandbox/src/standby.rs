@@ -36,6 +36,7 @@ use super::PendingLaunch;
 use super::launcher::{self, LaunchOrder};
 use super::plan::NamespaceBase;
 use exec_server_sys::confine::{self, ForkSide, OneThread};
+use exec_server_sys::rlimit::Resource;
 
 /// Process name of the standby launcher.
 pub(super) const NAME: &CStr = c"exec-standby";
@@ -53,7 +54,7 @@ const MAX_FILES: usize = 16;
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct LauncherSetup {
     /// Resource limits of the launcher.
-    pub(super) limits: Vec<(u32, u64)>,
+    pub(super) limits: Vec<(Resource, u64)>,
     /// Whether standard input becomes its controlling terminal.
     pub(super) terminal: bool,
     /// The namespaces to create.
@@ -71,7 +72,7 @@ pub struct ForkRequest<'a> {
     /// The launch that the launcher executes.
     pub pending_launch: &'a PendingLaunch,
     /// Resource limits of the launcher.
-    pub limits: &'a [(u32, u64)],
+    pub limits: &'a [(Resource, u64)],
     /// Control groups to join.
     pub groups: &'a [BorrowedFd<'a>],
     /// Whether the standard input becomes the controlling terminal.

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::process::Pid;
 
+use super::descriptors::{Closing, close_from};
 use super::reap::ResourceUsage;
 
 /// Proof that this process has a single thread.
@@ -112,12 +113,8 @@ pub fn only(_: OneThread, files: Vec<OwnedFd>) -> io::Result<()> {
             return Err(io::Error::last_os_error());
         }
     }
-    // SAFETY: plain system call without pointers; nothing in this process refers to the closed
-    // descriptors any more.
-    if unsafe { libc::syscall(libc::SYS_close_range, count, c_int::MAX, 0) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
+    // SAFETY: nothing in this process refers to the closed descriptors any more.
+    unsafe { close_from(count, Closing::Now) }.map_err(io::Error::from_raw_os_error)
 }
 
 /// Returns duplicates of the standard streams.
@@ -263,7 +260,7 @@ pub fn empty_bounding_set() -> io::Result<()> {
 }
 
 /// Sets the soft and hard value of a resource limit.
-pub fn limit(resource: u32, value: u64) -> io::Result<()> {
+pub fn limit(resource: super::rlimit::Resource, value: u64) -> io::Result<()> {
     let limit = libc::rlimit64 {
         rlim_cur: value,
         rlim_max: value,
@@ -376,9 +373,8 @@ pub fn execute(candidates: &[CString], argv: &[CString], env: &[CString]) -> io:
 
 /// Sets close-on-exec on every descriptor except the standard streams.
 pub fn close_on_exec() {
-    const CLOEXEC: c_int = 4;
-    // SAFETY: plain system call without pointers.
-    unsafe { libc::syscall(libc::SYS_close_range, 3, c_int::MAX, CLOEXEC) };
+    // SAFETY: closes nothing yet, and this process executes a program next.
+    let _ = unsafe { close_from(3, Closing::OnExec) };
 }
 
 /// Brings the loopback interface of this process's network namespace up.
@@ -400,7 +396,7 @@ pub fn loopback_up() -> io::Result<()> {
     let result = unsafe {
         libc::ioctl(
             socket.as_raw_fd(),
-            libc::SIOCSIFFLAGS,
+            libc::SIOCSIFFLAGS as libc::Ioctl,
             ptr::from_ref(&request),
         )
     };

@@ -19,11 +19,35 @@
 use std::ffi::c_int;
 use std::io;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal};
 
+/// Whether a guardian watches this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub enum GuardianState {
+    /// The parent of this process is its guardian.
+    Running,
+    /// This process has more than one thread, so that it cannot fork: nothing will end its
+    /// descendants if it is killed.
+    Impossible,
+}
+
+/// Set in the server once its guardian runs.
+static IS_GUARDED: AtomicBool = AtomicBool::new(false);
+
+/// The guardian of this process, if it has one.
+pub fn pid() -> Option<Pid> {
+    let is_guarded = IS_GUARDED.load(Ordering::Relaxed);
+    is_guarded.then(rustix::process::getppid).flatten()
+}
+
 /// Splits this process into guardian and server; returns in the server only.
+///
+/// A process with several threads is not split. That is so under QEMU's imitation of a kernel, which
+/// has a thread of its own; otherwise call this function at the beginning of `main`.
 ///
 /// `descendants_of` lists the living descendants of a process, for the guardian to kill; then it runs
 /// `clean`, which removes what they have left.
@@ -35,16 +59,10 @@ use rustix::process::{Pid, Signal};
 /// # Errors
 ///
 /// If the process cannot fork; nothing has changed then.
-///
-/// # Panics
-///
-/// If this process has more than one thread: call it at the beginning of `main`.
-pub fn split(descendants_of: fn(Pid) -> Vec<Pid>, clean: fn()) -> io::Result<()> {
-    let threads = std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
-    assert!(
-        threads == 1,
-        "the guardian must be split off before any thread is started"
-    );
+pub fn split(descendants_of: fn(Pid) -> Vec<Pid>, clean: fn()) -> io::Result<GuardianState> {
+    if !super::own::has_single_thread() {
+        return Ok(GuardianState::Impossible);
+    }
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
     let parent = rustix::process::getpid();
     let mask = block_all();
@@ -66,7 +84,8 @@ pub fn split(descendants_of: fn(Pid) -> Vec<Pid>, clean: fn()) -> io::Result<()>
                 // The guardian died before the death signal was set.
                 return Err(io::Error::other("the guardian died at once"));
             }
-            Ok(())
+            IS_GUARDED.store(true, Ordering::Relaxed);
+            Ok(GuardianState::Running)
         }
         server => {
             let code = guard(server, descendants_of);

@@ -16,6 +16,8 @@ use std::ptr;
 
 use rustix::process::Pid;
 
+use super::descriptors::{Closing, close_from};
+use super::rlimit::Resource;
 use clone::{Actions, Cloned};
 use low::LowStreams;
 
@@ -38,7 +40,7 @@ pub struct Launch<'a> {
     /// Make standard input the controlling terminal.
     pub controlling_terminal: bool,
     /// Resource limits: resource, and the value for both the soft and the hard limit.
-    pub limits: &'a [(u32, u64)],
+    pub limits: &'a [(Resource, u64)],
     /// Open `cgroup.procs` files of the groups to join.
     pub groups: &'a [BorrowedFd<'a>],
     /// Additional descriptors for the program, numbered from 3 on. In this process none of them may
@@ -58,7 +60,7 @@ pub enum SpawnStep {
     /// Changing to the working directory.
     Directory,
     /// Setting this resource limit.
-    Limit(u32),
+    Limit(Resource),
     /// Joining a control group.
     Group,
     /// Executing the program.
@@ -228,8 +230,8 @@ unsafe fn become_program(plan: &ChildPlan<'_>) -> (SpawnStep, c_int) {
             }
             next += 1;
         }
-        if libc::syscall(libc::SYS_close_range, next, c_int::MAX, 0) < 0 {
-            return (SpawnStep::Descriptors, errno());
+        if let Err(errno) = close_from(next, Closing::Now) {
+            return (SpawnStep::Descriptors, errno);
         }
         if libc::chdir(launch.cwd.as_ptr()) < 0 {
             return (SpawnStep::Directory, errno());

@@ -7,6 +7,7 @@
 pub mod activation;
 pub mod child_ends;
 pub mod confine;
+mod descriptors;
 pub mod guardian;
 pub mod launch;
 pub mod local_peer;

@@ -82,15 +82,14 @@ unsafe extern "C" {
 /// Removes variables from the environment of this program and overwrites their values, also in the
 /// memory that `/proc/PID/environ` shows. Does nothing for variables that are not set.
 ///
-/// # Panics
-///
-/// If this process has more than one thread: another one could read the environment meanwhile.
-pub fn erase_variables(names: &[&str]) {
-    let threads = std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
-    assert!(
-        threads == 1,
-        "variables must be erased before any thread is started"
-    );
+/// Returns false, and removes nothing, if one is set and this process has more than one thread: another
+/// one could read the environment meanwhile. That is so under QEMU's imitation of a kernel; otherwise
+/// call this function at the beginning of `main`.
+#[must_use]
+pub fn erase_variables(names: &[&str]) -> bool {
+    if !has_single_thread() {
+        return !names.iter().any(|name| std::env::var_os(name).is_some());
+    }
     // SAFETY: this process has a single thread, so nothing changes the environment meanwhile. The
     // array ends with a null pointer, and each entry is a NUL-terminated string in memory that is
     // writable: the kernel's initial stack, or an allocation of the C library. Only bytes of the
@@ -120,6 +119,12 @@ pub fn erase_variables(names: &[&str]) {
         // SAFETY: a NUL-terminated name; this process has a single thread.
         unsafe { libc::unsetenv(name.as_ptr()) };
     }
+    true
+}
+
+/// Whether this process has one thread. Without `/proc` the caller's claim is believed.
+pub(crate) fn has_single_thread() -> bool {
+    std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count) == 1
 }
 
 /// Restores the original score and limit in a child.

@@ -5,12 +5,19 @@ use std::ptr;
 
 use rustix::process::Pid;
 
+/// Number of a resource, as this C library types it.
+#[cfg(not(target_env = "musl"))]
+pub type Resource = libc::__rlimit_resource_t;
+/// Number of a resource, as this C library types it.
+#[cfg(target_env = "musl")]
+pub type Resource = std::ffi::c_int;
+
 /// Returns the hard limit of `pid`, or of this process.
 ///
 /// # Errors
 ///
 /// If the process does not exist or belongs to another user.
-pub fn hard(pid: Option<Pid>, resource: u32) -> io::Result<u64> {
+pub fn hard(pid: Option<Pid>, resource: Resource) -> io::Result<u64> {
     let mut limit = libc::rlimit64 {
         rlim_cur: 0,
         rlim_max: 0,

@@ -11,6 +11,7 @@ use std::io;
 
 use rustix::process::{Pid, Signal};
 
+use super::descriptors::{Closing, close_from};
 use super::guardian::{block_all, restore};
 
 /// The kernel sends this signal when the client has ended.
@@ -72,7 +73,7 @@ fn watch(client: Pid, end: fn(bool)) {
     let _ = rustix::process::setsid();
     // Other processes wait for the end of pipes that the client has inherited, and for locks.
     // SAFETY: nothing in this process uses a descriptor again that is open now.
-    unsafe { libc::syscall(libc::SYS_close_range, 0, libc::c_uint::MAX, 0) };
+    let _ = unsafe { close_from(0, Closing::Now) };
     let _ = rustix::process::chdir("/");
     if rustix::process::set_parent_process_death_signal(Some(CLIENT_ENDED)).is_err() {
         return;

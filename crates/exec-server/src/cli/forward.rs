@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::args::{ForwardArgs, ServeArgs};
-use super::remote::{RemoteSetup, check, hide_api_key};
+use super::remote::{HiddenKeys, RemoteSetup, check};
 use super::serve::StopSignals;
 use super::settings::Settings;
 use super::{log, runtime};
@@ -36,7 +36,7 @@ pub(super) fn run(args: ForwardArgs) -> anyhow::Result<ExitCode> {
     };
     let settings = Settings::resolve(&serve)?;
     check(&settings, &serve.remote)?;
-    hide_api_key(&settings)?;
+    let keys = HiddenKeys::take(&settings)?;
     let destination = match connect {
         Some(url) => {
             // The destination is checked now; otherwise the first client would be the first to see
@@ -62,7 +62,7 @@ pub(super) fn run(args: ForwardArgs) -> anyhow::Result<ExitCode> {
     };
     let _log = log::start(&settings)?;
     let runtime = runtime()?;
-    let outcome = runtime.block_on(forward(&settings, &serve, destination));
+    let outcome = runtime.block_on(forward(&settings, &serve, keys, destination));
     // A thread may still block on standard input, so the runtime is not awaited.
     runtime.shutdown_background();
     outcome.map(|()| ExitCode::SUCCESS)
@@ -71,6 +71,7 @@ pub(super) fn run(args: ForwardArgs) -> anyhow::Result<ExitCode> {
 async fn forward(
     settings: &Settings,
     args: &ServeArgs,
+    keys: HiddenKeys,
     destination: ForwardDestination,
 ) -> anyhow::Result<()> {
     let mut stop = StopSignals::new()?;
@@ -78,7 +79,7 @@ async fn forward(
         bail!("--lifecycle-listen is for executors, not for `forward`");
     }
     let executor = Executor::new(ExecutorConfig::default()).context("cannot start commands")?;
-    let setup = RemoteSetup::new(settings, &args.remote, LocalBackend::new(executor)).await?;
+    let setup = RemoteSetup::new(settings, &args.remote, keys, LocalBackend::new(executor)).await?;
     let (status, attached) = watch::channel(RemoteStatus::Connecting);
     let announce = setup.announce(attached);
     let RemoteSetup { config, ending, .. } = setup;

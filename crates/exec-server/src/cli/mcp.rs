@@ -19,7 +19,6 @@ use exec_server_client::{
 use exec_server_egress::own_listeners::OwnListener;
 use exec_server_engine::host;
 use exec_server_executor::local_clients::{self, Admitted, LocalPeer};
-use exec_server_executor::split_guardian;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_sys::own;
@@ -32,7 +31,7 @@ use tracing_subscriber::fmt::Subscriber;
 
 use super::args::{McpArgs, McpProxyArgs, SandboxArgs};
 use super::on::{self, CommandLocation};
-use super::{runtime, sandbox, settings};
+use super::{remote, runtime, sandbox, settings};
 
 /// Log filter of `mcp` unless `EXEC_SERVER_LOG_FILTER` is set.
 const LOG_FILTER: &str = "error,exec_server_agents::mcp=info";
@@ -45,7 +44,7 @@ pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
     for id in &args.with {
         places.push((id.clone(), on::named(id, &args.server)?));
     }
-    own::erase_variables(&settings::SECRET_VARIABLES);
+    remote::erase_variables(&settings::SECRET_VARIABLES);
     let own = args
         .http_token_file
         .iter()
@@ -63,7 +62,7 @@ pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
         own::hide_from_other_processes().context("cannot protect this process")?;
         // Starts the watcher process before any thread exists. The watcher ends all processes if
         // this program is killed.
-        split_guardian().context("cannot start the guardian")?;
+        remote::split_guardian()?;
     }
     log_to_stderr()?;
     let token = args.http_token_file.as_deref().map(token).transpose()?;
@@ -287,7 +286,7 @@ pub(super) fn run_proxy(args: McpProxyArgs) -> anyhow::Result<ExitCode> {
     if matches!(location, CommandLocation::Here) {
         // Starts the watcher process before any thread exists. The watcher ends all processes if
         // this program is killed.
-        split_guardian().context("cannot start the guardian")?;
+        remote::split_guardian()?;
     }
     log_to_stderr()?;
     let runtime = runtime()?;

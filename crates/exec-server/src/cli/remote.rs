@@ -4,15 +4,14 @@
 
 use std::future::{Future, pending};
 use std::io::{Read as _, Write as _};
-use std::os::fd::{AsRawFd as _, RawFd};
-use std::os::unix::process::CommandExt as _;
-use std::path::Path;
+use std::os::fd::OwnedFd;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail};
 use exec_server_client::{BoxFuture, CollectOptions, ExecBackend as _, LocalBackend};
+use exec_server_executor::GuardianState;
 use exec_server_protocol::process::{StartParams, TerminateMode};
 use exec_server_registry::StaticKeys;
 use exec_server_registry::auth::{MAX_LINE_BYTES, RegistryAuth, ScopedCredential};
@@ -20,8 +19,9 @@ use exec_server_registry::identity::{self, IdentityError};
 use exec_server_registry::{AgentIdentity, Proxies, RegistryOptions, RegistryUrl};
 use exec_server_service::ExecServer;
 use exec_server_service::remote::{self, RemoteEnvironmentConfig, RemoteStatus, Renewal};
+use exec_server_sys::own;
 use exec_server_transport::Secret;
-use rustix::pipe::pipe;
+use rustix::pipe::{PipeFlags, pipe_with};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
 use tokio::sync::watch;
 use zeroize::Zeroizing;
@@ -32,12 +32,16 @@ use super::lifecycle::{self, Lifecycle};
 use super::serve::StopSignals;
 use super::settings::{
     ACCESS_TOKEN_VARIABLE, AGENT_AUTH_API_VARIABLE, API_KEY_VARIABLE, CODEX_API_KEY_VARIABLE,
-    KEY_DESCRIPTOR_VARIABLE, STATE_VARIABLE, Settings, environment, variable,
+    STATE_VARIABLE, Settings, environment, variable,
 };
 use super::systemd;
 
 /// Maximum length of the line of `--registration-bearer-stdin`, with its newline.
 const MAX_BEARER_LINE: u64 = 16 << 10;
+
+/// Maximum bytes of the keys of the environment: three of 16 KiB, with their names. No more than a pipe
+/// takes without a reader.
+const MAX_KEYS: usize = 64 << 10;
 
 /// Timeout of the command that prints a credential.
 const CREDENTIAL_COMMAND_LIMIT: Duration = Duration::from_secs(30);
@@ -97,74 +101,90 @@ pub(super) fn check(settings: &Settings, args: &RemoteArgs) -> anyhow::Result<()
     Ok(())
 }
 
-/// Hides a key that was passed in an environment variable: every process of this user can read
-/// `/proc/PID/environ`. This program executes itself again, with the key in a pipe instead.
+/// Keys that came in the environment, by variable.
 ///
-/// This function must be called before threads and files are created.
-pub(super) fn hide_api_key(settings: &Settings) -> anyhow::Result<()> {
-    if !settings.is_remote() {
-        return Ok(());
-    }
-    let names = [
-        API_KEY_VARIABLE,
-        CODEX_API_KEY_VARIABLE,
-        ACCESS_TOKEN_VARIABLE,
-    ];
-    let given: Vec<(&str, Zeroizing<String>)> = names
-        .into_iter()
-        .filter_map(|name| Some((name, Zeroizing::new(variable(name)?))))
-        .collect();
-    if given.is_empty() {
-        return Ok(());
-    }
-    let mut text = Zeroizing::new(String::with_capacity(64 << 10));
-    for (name, value) in &given {
-        let value = value.trim();
-        if value.len() > 16 << 10 || value.contains('\n') {
-            bail!("{name} is longer than 16 KiB, or has several lines");
+/// They wait in a pipe, so that the guardian, which is forked meanwhile, has no copy in its memory.
+#[derive(Debug, Default)]
+pub(super) struct HiddenKeys(Option<OwnedFd>);
+
+impl HiddenKeys {
+    /// Moves the keys out of the environment: every process of this user can read
+    /// `/proc/PID/environ`. Needs no `/proc` itself.
+    ///
+    /// To be called before any thread starts.
+    pub(super) fn take(settings: &Settings) -> anyhow::Result<Self> {
+        let names = [
+            API_KEY_VARIABLE,
+            CODEX_API_KEY_VARIABLE,
+            ACCESS_TOKEN_VARIABLE,
+        ];
+        let given: Vec<(&str, Zeroizing<String>)> = names
+            .into_iter()
+            .filter(|_| settings.is_remote())
+            .filter_map(|name| Some((name, Zeroizing::new(variable(name)?))))
+            .collect();
+        if given.is_empty() {
+            return Ok(Self::default());
         }
-        text.push_str(name);
-        text.push('=');
-        text.push_str(value);
-        text.push('\n');
+        let mut text = Zeroizing::new(String::with_capacity(MAX_KEYS));
+        for (name, value) in &given {
+            let value = value.trim();
+            if value.len() > 16 << 10 || value.contains('\n') {
+                bail!("{name} is longer than 16 KiB, or has several lines");
+            }
+            text.push_str(name);
+            text.push('=');
+            text.push_str(value);
+            text.push('\n');
+        }
+        // The text fits into the pipe, which has no reader yet.
+        let (reader, writer) =
+            pipe_with(PipeFlags::CLOEXEC).context("cannot create a pipe for the key")?;
+        std::fs::File::from(writer)
+            .write_all(text.as_bytes())
+            .context("cannot keep the key")?;
+        erase_variables(&names);
+        Ok(Self(Some(reader)))
     }
-    // The key fits into the buffer of the pipe, which has no reader yet.
-    let (reader, writer) = pipe().context("cannot create a pipe for the key")?;
-    std::fs::File::from(writer)
-        .write_all(text.as_bytes())
-        .context("cannot pass the key on")?;
-    let mut arguments = std::env::args_os();
-    let mut again = std::process::Command::new("/proc/self/exe");
-    if let Some(name) = arguments.next() {
-        again.arg0(name);
+
+    fn read(self) -> anyhow::Result<Vec<(String, Secret)>> {
+        let Some(reader) = self.0 else {
+            return Ok(Vec::new());
+        };
+        let mut text = Zeroizing::new(String::with_capacity(MAX_KEYS));
+        std::fs::File::from(reader)
+            .read_to_string(&mut text)
+            .context("cannot read the key that was kept")?;
+        let pairs = text.lines().filter_map(|line| line.split_once('='));
+        Ok(pairs
+            .map(|(name, value)| (name.to_owned(), Secret::from(value)))
+            .collect())
     }
-    again
-        .args(arguments)
-        .env(KEY_DESCRIPTOR_VARIABLE, reader.as_raw_fd().to_string());
-    for name in names {
-        again.env_remove(name);
-    }
-    Err(again.exec()).context("cannot restart without the key in the environment")
 }
 
-/// Keys that the first execution of this program passed in the pipe, with the names of their
-/// variables.
-fn inherited_secrets() -> anyhow::Result<Vec<(String, Secret)>> {
-    let Some(descriptor) = variable(KEY_DESCRIPTOR_VARIABLE) else {
-        return Ok(Vec::new());
-    };
-    let descriptor: RawFd = descriptor
-        .parse()
-        .context("the descriptor of the key is not a number")?;
-    let mut text = Zeroizing::new(String::with_capacity(64 << 10));
-    let path = format!("/proc/self/fd/{descriptor}");
-    std::fs::File::open(Path::new(&path))
-        .and_then(|file| file.take(64 << 10).read_to_string(&mut text))
-        .context("cannot read the key that was passed on")?;
-    let pairs = text.lines().filter_map(|line| line.split_once('='));
-    Ok(pairs
-        .map(|(name, value)| (name.to_owned(), Secret::from(value)))
-        .collect())
+/// Removes secrets from this program's environment, or says that they stay there.
+pub(super) fn erase_variables(names: &[&str]) {
+    if !own::erase_variables(names) {
+        notice(&format!(
+            "this process has several threads: {} stay in its environment, which processes of the same \
+             user can read",
+            names.join(", ")
+        ));
+    }
+}
+
+/// Forks the guardian, or says what is missing without one.
+///
+/// To be called before any thread starts.
+pub(super) fn split_guardian() -> anyhow::Result<()> {
+    let state = exec_server_executor::split_guardian().context("cannot start the guardian")?;
+    if state == GuardianState::Impossible {
+        notice(
+            "this process has several threads, as under QEMU: no guardian will end the processes of \
+             this server if it is killed",
+        );
+    }
+    Ok(())
 }
 
 /// Future that ends the program when it completes.
@@ -184,6 +204,7 @@ impl RemoteSetup {
     pub(super) async fn new(
         settings: &Settings,
         args: &RemoteArgs,
+        keys: HiddenKeys,
         backend: LocalBackend,
     ) -> anyhow::Result<Self> {
         let registry_url = settings
@@ -199,7 +220,7 @@ impl RemoteSetup {
             ending,
             renewal,
             foreign,
-        } = Credentials::read(settings, args, environment_id, backend).await?;
+        } = Credentials::read(settings, args, environment_id, keys, backend).await?;
         let identity = identity(settings, foreign)?;
         let mut registry = RegistryOptions::new(auth);
         registry.tls.pin = match settings.text("remote.tls_pin") {
@@ -287,14 +308,13 @@ impl Credentials {
         settings: &Settings,
         args: &RemoteArgs,
         environment_id: &str,
+        keys: HiddenKeys,
         backend: LocalBackend,
     ) -> anyhow::Result<Self> {
-        let mut inherited_secrets = inherited_secrets()?;
+        let mut keys = keys.read()?;
         let mut take = |name: &str| {
-            let at = inherited_secrets
-                .iter()
-                .position(|(given, _)| given == name)?;
-            Some(inherited_secrets.swap_remove(at).1).filter(|value| !value.expose().is_empty())
+            let at = keys.iter().position(|(given, _)| given == name)?;
+            Some(keys.swap_remove(at).1).filter(|value| !value.expose().is_empty())
         };
         let mut credentials = Self {
             auth: RegistryAuth::Open,
@@ -466,10 +486,11 @@ pub(super) async fn serve(
     server: &ExecServer,
     settings: &Settings,
     args: &RemoteArgs,
+    keys: HiddenKeys,
     stop: StopSignals,
 ) -> anyhow::Result<()> {
     let backend = LocalBackend::new(server.executor().clone());
-    let setup = RemoteSetup::new(settings, args, backend).await?;
+    let setup = RemoteSetup::new(settings, args, keys, backend).await?;
     let (status, attached) = watch::channel(RemoteStatus::Connecting);
     let control = setup.config.control.clone();
     let lifecycle = match settings.text("remote.lifecycle_listen") {

@@ -24,6 +24,7 @@ use super::args::ServeArgs;
 use super::daemon::IdleDetector;
 use super::error::notice;
 use super::log::{self, LogControl};
+use super::remote::HiddenKeys;
 use super::settings::{self, Settings};
 use super::{access, remote, systemd};
 
@@ -39,16 +40,16 @@ pub(super) fn run(args: ServeArgs, idle: Option<IdleDetector>) -> anyhow::Result
     let settings = Settings::resolve(&args)?;
     settings.listen()?;
     remote::check(&settings, &args.remote)?;
-    remote::hide_api_key(&settings)?;
+    let keys = HiddenKeys::take(&settings)?;
     let handed_over = systemd::announced_sockets();
     // The guardian gets the same protection from the out-of-memory killer as the server.
     let protected = own::protect_from_lack_of_memory();
     // Set before the guardian is forked, which inherits it, and before any secret is read.
     own::hide_from_other_processes().context("cannot protect this process")?;
-    own::erase_variables(&settings::SECRET_VARIABLES);
+    remote::erase_variables(&settings::SECRET_VARIABLES);
     // The guardian is forked before threads exist, because a fork copies only the calling thread,
     // and before any secret is read.
-    exec_server_executor::split_guardian().context("cannot start the guardian")?;
+    remote::split_guardian()?;
     protect_files(&settings, idle.as_ref().map(|idle| idle.directory()));
     let log = log::start(&settings)?;
     let files = own::raise_open_files();
@@ -60,7 +61,7 @@ pub(super) fn run(args: ServeArgs, idle: Option<IdleDetector>) -> anyhow::Result
     let runtime = runtime(settings.count("threads")).context("cannot start the runtime")?;
     // The lock is held until this process exits: the next daemon starts only after this one has
     // ended.
-    let _lock = runtime.block_on(serve(args, settings, handed_over, log, idle))?;
+    let _lock = runtime.block_on(serve(args, settings, keys, handed_over, log, idle))?;
     // Threads that are blocked on a disk or a terminal must not delay the exit of the server.
     runtime.shutdown_background();
     Ok(ExitCode::SUCCESS)
@@ -70,7 +71,7 @@ pub(super) fn run(args: ServeArgs, idle: Option<IdleDetector>) -> anyhow::Result
 fn protect_files(settings: &Settings, directory: Option<&Path>) {
     let mut paths = settings.protected_paths();
     paths.extend(directory.map(Path::to_owned));
-    let guardian = rustix::process::getppid();
+    let guardian = exec_server_executor::guardian();
     exec_server_executor::fs::protect(paths, guardian.into_iter().collect());
 }
 
@@ -96,6 +97,7 @@ pub(super) fn runtime(threads: Option<usize>) -> std::io::Result<tokio::runtime:
 async fn serve(
     args: ServeArgs,
     settings: Settings,
+    keys: HiddenKeys,
     handed_over: usize,
     log: LogControl,
     idle: Option<IdleDetector>,
@@ -121,7 +123,7 @@ async fn serve(
         let metrics = metrics_listener(&settings).await?;
         let _metrics =
             metrics.map(|listener| tokio::spawn(metrics::serve(listener, server.clone())));
-        remote::serve(&server, &settings, &args.remote, stop).await?;
+        remote::serve(&server, &settings, &args.remote, keys, stop).await?;
         return Ok(None);
     }
     let urls = settings.listen()?;

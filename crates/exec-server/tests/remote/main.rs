@@ -17,6 +17,7 @@ mod harness;
 #[cfg(feature = "interop")]
 mod interop;
 mod lifecycle;
+mod minimal;
 mod operators;
 mod rendezvous;
 mod rendezvous_server;

@@ -396,6 +396,13 @@ impl Process {
                         (Some(pidfd), _) => match pidfd_send_signal(pidfd, signal) {
                             // The command has ended, and the sandbox's first process is about to.
                             Err(Errno::SRCH) => {}
+                            // A filter of system calls; the pid is not reused before it is reaped.
+                            Err(Errno::NOSYS) if is_unreaped(pidfd) => {
+                                kill_process(
+                                    self.shared.inside.unwrap_or(self.shared.pid),
+                                    signal,
+                                )?;
+                            }
                             sent => sent?,
                         },
                         (None, Some(_)) => {}

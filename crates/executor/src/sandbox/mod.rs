@@ -14,6 +14,7 @@ use std::process::ExitCode;
 
 use exec_server_sandbox::host::HostFeatures;
 use exec_server_sandbox::launcher;
+use exec_server_sys::rlimit::Resource;
 
 use crate::tree::{TAG_RESOURCE, TreeTag};
 
@@ -37,6 +38,6 @@ pub fn examine(path: Option<&Path>) -> io::Result<HostFeatures> {
 }
 
 /// Resource limit of processes that belong to the server and to no command.
-pub(crate) fn server_tag() -> (u32, u64) {
+pub(crate) fn server_tag() -> (Resource, u64) {
     (TAG_RESOURCE, TreeTag::of_server().0)
 }

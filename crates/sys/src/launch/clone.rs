@@ -5,6 +5,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::io;
+use std::os::fd::{FromRawFd as _, OwnedFd};
 use std::ptr;
 use std::sync::OnceLock;
 #[cfg(target_arch = "x86_64")]
@@ -80,6 +81,13 @@ pub(super) unsafe fn clone(
 
 /// Clones by the older system call: the child has this process's signal handlers.
 ///
+/// Kernels before 5.2 ignore `CLONE_PIDFD`, and QEMU's and gVisor's imitations of a kernel refuse it:
+/// then the descriptor is opened by pid, which is safe until the child is reaped.
+///
+/// # Errors
+///
+/// As [`clone`]; `Unsupported` if the kernel has no descriptors of processes at all. No child is left.
+///
 /// # Safety
 ///
 /// Same as [`clone`].
@@ -92,13 +100,61 @@ pub(super) unsafe fn clone_with_handlers(
     // The stack grows down from its end, which must be aligned to 16 bytes.
     let top = (stack.as_mut_ptr_range().end as usize & !15) as *mut c_void;
     let mut pidfd: c_int = -1;
-    let flags = flags | libc::SIGCHLD;
+    let mut flags = flags | libc::SIGCHLD;
     // SAFETY: as this function's; the stack ends at `top`, and the kernel writes to a live local.
-    let pid = unsafe { libc::clone(entry, top, flags, argument, &raw mut pidfd) };
+    let mut pid = unsafe { libc::clone(entry, top, flags, argument, &raw mut pidfd) };
+    if pid < 0 && last_errno() == libc::EINVAL && flags & libc::CLONE_PIDFD != 0 {
+        // Before a program runs that could not be supervised.
+        // SAFETY: the descriptor was just opened, and is used by nothing else.
+        drop(unsafe { OwnedFd::from_raw_fd(open_pidfd(std::process::id().cast_signed())?) });
+        flags &= !libc::CLONE_PIDFD;
+        // SAFETY: as above.
+        pid = unsafe { libc::clone(entry, top, flags, argument) };
+    }
     if pid < 0 {
         return Err(io::Error::last_os_error());
     }
+    if pidfd < 0 {
+        match open_pidfd(pid) {
+            Ok(opened) => pidfd = opened,
+            Err(error) => {
+                // SAFETY: plain system calls on a child that was not reaped; a null status is
+                // allowed.
+                unsafe {
+                    libc::kill(pid, libc::SIGKILL);
+                    libc::waitpid(pid, ptr::null_mut(), 0);
+                }
+                return Err(error);
+            }
+        }
+    }
     Ok(Cloned { pid, pidfd })
+}
+
+/// Opens a descriptor of a process, which programs do not inherit.
+///
+/// # Errors
+///
+/// `Unsupported` if the kernel has no such descriptors.
+fn open_pidfd(pid: c_int) -> io::Result<c_int> {
+    // SAFETY: plain system call without pointers.
+    let pidfd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    if pidfd < 0 && last_errno() == libc::ENOSYS {
+        return Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "the kernel, or a filter of system calls, has no pidfd_open: exec-server needs Linux \
+             5.4 or later",
+        ));
+    }
+    match c_int::try_from(pidfd) {
+        Ok(pidfd @ 0..) => Ok(pidfd),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn last_errno() -> c_int {
+    // SAFETY: always valid to read the calling thread's errno.
+    unsafe { *libc::__errno_location() }
 }
 
 /// Clones by `clone3`: handlers are reset in the child, ignored signals stay ignored.
