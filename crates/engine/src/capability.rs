@@ -1,4 +1,5 @@
-//! Capability discovery: plugins and skills below directories.
+//! Capability discovery: plugins and skills below directories; see
+//! [`capability_catalog`](crate::capability_catalog) for those that are installed.
 //!
 //! Walks the directory and decides what is left out. [`exec_server_protocol::capability`] decides
 //! what a manifest means; [`PolicyFiles`] reads the files.
@@ -11,9 +12,9 @@ use exec_server_executor::fs::{CancelCheck, FileOutcome, FsError, Walked};
 use exec_server_executor::sandbox::files::{FileIntent, PolicyFiles};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::capability::{
-    DeclaredLocation, DiscoveredRoot, MANIFESTS, MAX_ANSWER_BYTES, MAX_DEPTH, MAX_DIRECTORIES,
-    MAX_ENTRIES, MAX_FILE_BYTES, MAX_ROOT_BYTES, MAX_ROOTS, MCP_CONFIG, PARALLEL_ROOTS, Plugin,
-    RootParams, SKILL, SKILL_METADATA, Skill, TextFile, declared,
+    APPS_CONFIG, DeclaredLocation, DiscoveredRoot, MANIFESTS, MAX_ANSWER_BYTES, MAX_DEPTH,
+    MAX_DIRECTORIES, MAX_ENTRIES, MAX_FILE_BYTES, MAX_ROOT_BYTES, MAX_ROOTS, MCP_CONFIG,
+    PARALLEL_ROOTS, Plugin, RootParams, SKILL, SKILL_METADATA, Skill, TextFile, declared,
 };
 use exec_server_protocol::fs::{
     FsRequest, GetMetadata, GetMetadataParams, ReadFileParams, WalkKind, WalkOptions, WalkParams,
@@ -153,7 +154,7 @@ impl Running {
 }
 
 /// Approximate size of a root in the response.
-fn size(root: &DiscoveredRoot) -> usize {
+pub(crate) fn size(root: &DiscoveredRoot) -> usize {
     let files = root
         .namespace_manifests
         .iter()
@@ -173,11 +174,30 @@ fn size(root: &DiscoveredRoot) -> usize {
 ///
 /// The `error` of the result says why the whole search failed; its `warnings` say what was left
 /// out.
-fn discover(
+pub(crate) fn discover(
     files: &PolicyFiles,
     id: String,
     path: PathUri,
     cancelled: CancelCheck<'_>,
+) -> DiscoveredRoot {
+    search(files, id, path, cancelled, None)
+}
+
+/// As [`discover`], for an installed plugin: its apps are in a file of their own by default.
+pub(crate) fn discover_installed(
+    files: &PolicyFiles,
+    path: PathUri,
+    cancelled: CancelCheck<'_>,
+) -> DiscoveredRoot {
+    search(files, String::new(), path, cancelled, Some(APPS_CONFIG))
+}
+
+fn search(
+    files: &PolicyFiles,
+    id: String,
+    path: PathUri,
+    cancelled: CancelCheck<'_>,
+    default_apps: Option<&'static str>,
 ) -> DiscoveredRoot {
     let mut found = DiscoveredRoot::empty(id, path);
     let outcome = match found.path.to_native() {
@@ -185,6 +205,7 @@ fn discover(
             files,
             root,
             cancelled,
+            default_apps,
             left: MAX_ROOT_BYTES,
             unsaid: 0,
             found: &mut found,
@@ -208,6 +229,8 @@ struct CapabilitySearch<'a> {
     files: &'a PolicyFiles,
     root: PathBuf,
     cancelled: CancelCheck<'a>,
+    /// File of a plugin's apps if its manifest names none.
+    default_apps: Option<&'static str>,
     /// Bytes that may still be read.
     left: usize,
     /// Warnings that were dropped because of [`MAX_WARNINGS`].
@@ -338,6 +361,10 @@ impl CapabilitySearch<'_> {
             };
             let apps_config = match self.declared_location(&manifest, "apps", apps) {
                 Some(DeclaredLocation::File(path)) => self.read(&root.join(path))?,
+                Some(DeclaredLocation::Absent) => match self.default_apps {
+                    Some(path) => self.read(&root.join(path))?,
+                    None => None,
+                },
                 _ => None,
             };
             self.found.namespace_manifests.push(manifest.clone());

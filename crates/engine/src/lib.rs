@@ -4,12 +4,13 @@
 //! error the same code and message, in both: the start of a process ([`start`]) with its network
 //! and its shell snapshot, requests to a process ([`process`]), file requests ([`files`]),
 //! `http/request` ([`http`]), configuration reads ([`configuration`]) and capability discovery
-//! ([`capability`]). Sessions, connections, authorization and the order of messages are handled in
+//! ([`capability`], [`capability_catalog`]). Sessions, connections, authorization and the order of messages are handled in
 //! `service`.
 //!
 //! Types of the executor that callers name are re-exported here.
 
 pub mod capability;
+pub mod capability_catalog;
 pub mod configuration;
 pub mod env;
 mod error;
@@ -21,6 +22,7 @@ pub mod process;
 pub mod request;
 pub mod snapshot;
 pub mod start;
+mod yaml;
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! `capabilityRoots/*`: discovery of plugins and skills in directories.
+//! `capabilityRoots/*` and `capabilities/*`: discovery of plugins and skills, in directories that the
+//! client names or in the configuration directory of this machine.
 //!
 //! Contains the types, the limits, and the rules about names and manifests. Files are read in
 //! `executor`.
@@ -15,6 +16,9 @@ use crate::table::EVERYWHERE;
 method_types! {
     /// `capabilityRoots/discoverV1`: contents of the plugins and skills below some directories.
     DiscoverV1;
+
+    /// `capabilities/discoverV2`: the plugins and skills that are installed on this machine.
+    DiscoverV2;
 }
 
 /// Capability of servers that apply the sandbox policy of each root.
@@ -50,6 +54,8 @@ pub const SKILL: &str = "SKILL.md";
 pub const SKILL_METADATA: &str = "agents/openai.yaml";
 /// Default file of a plugin's MCP servers.
 pub const MCP_CONFIG: &str = ".mcp.json";
+/// Default file of a plugin's apps.
+pub const APPS_CONFIG: &str = ".app.json";
 
 /// Parameters of [`DiscoverV1`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -165,6 +171,114 @@ pub struct TextFile {
     pub contents: String,
 }
 
+/// Parameters of [`DiscoverV2`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CatalogParams {
+    /// Directory in which the client works; has no effect on the result.
+    pub cwd: PathUri,
+    /// Sandbox policy of the search.
+    #[serde(default)]
+    pub sandbox: Option<Sandbox>,
+}
+
+/// Result of [`DiscoverV2`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CatalogResult {
+    /// Installed plugins, ordered by id.
+    pub plugins: Vec<InstalledPlugin>,
+    /// Skills that belong to no plugin, ordered by path.
+    pub skills: Vec<SkillDescription>,
+    /// Messages about omitted plugins and skills.
+    pub warnings: Vec<String>,
+}
+
+/// An installed plugin.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct InstalledPlugin {
+    /// `NAME@MARKET`.
+    pub id: String,
+    /// Name for people.
+    pub display_name: String,
+    /// Always absent: plugins are installed from directories.
+    pub remote_plugin_id: Option<String>,
+    /// Name of the directory with this version.
+    pub version: String,
+    /// The directory.
+    pub root: PathUri,
+    /// Its files.
+    pub files: Plugin,
+    /// Its skills, ordered by path.
+    pub skills: Vec<SkillDescription>,
+}
+
+/// What a skill says about itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SkillDescription {
+    /// Its name; that of a plugin's skill begins with the plugin's name and a colon.
+    pub name: String,
+    /// When to use it.
+    pub description: String,
+    /// The same in fewer words.
+    pub short_description: Option<String>,
+    /// Its instructions.
+    pub path: PathUri,
+    /// The directory in which it was searched; skills of plugins have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub discovery_root: Option<SkillRoot>,
+    /// What it needs.
+    pub dependencies: Option<SkillDependencies>,
+    /// When it may be used.
+    pub policy: Option<SkillPolicy>,
+}
+
+/// A directory that contains skills.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SkillRoot {
+    /// What it is.
+    pub id: String,
+    /// The directory.
+    pub path: PathUri,
+}
+
+/// What a skill needs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SkillDependencies {
+    /// Tools, in the order of the file.
+    pub tools: Vec<SkillTool>,
+}
+
+/// A tool that a skill needs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SkillTool {
+    /// Kind of the tool, such as `mcp`.
+    pub r#type: String,
+    /// Name of the tool.
+    pub value: String,
+    /// What it is for.
+    pub description: Option<String>,
+    /// How it is reached.
+    pub transport: Option<String>,
+    /// Command that starts it.
+    pub command: Option<String>,
+    /// Its address.
+    pub url: Option<String>,
+    /// Port for the login; never declared by files that compatible clients read.
+    pub oauth_callback_port: Option<u16>,
+}
+
+/// When a skill may be used.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SkillPolicy {
+    /// Whether the model may use it unasked.
+    pub allow_implicit_invocation: Option<bool>,
+    /// Products that may use it; all if empty.
+    pub products: Vec<String>,
+}
+
 /// Location of a part of a plugin, as its manifest declares it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DeclaredLocation {
@@ -194,6 +308,34 @@ pub fn declared(manifest: &str) -> (DeclaredLocation, DeclaredLocation) {
         parse_location(manifest.mcp_servers),
         parse_location(manifest.apps),
     )
+}
+
+/// What a manifest says about its plugin, besides the [locations](declared) of its parts.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ManifestDescription {
+    /// Name of the plugin, if it is not empty.
+    pub name: Option<String>,
+    /// Name for people, if it is not empty.
+    pub display_name: Option<String>,
+    /// MCP servers that the manifest contains itself, as JSON.
+    pub mcp_servers: Option<String>,
+}
+
+impl ManifestDescription {
+    /// Reads a manifest; `None` if it is no JSON object.
+    pub fn parse(manifest: &str) -> Option<Self> {
+        let manifest: Value = serde_json::from_str(manifest).ok()?;
+        let given = |text: &Value| {
+            let text = text.as_str()?.trim();
+            (!text.is_empty()).then(|| text.to_owned())
+        };
+        manifest.is_object().then(|| Self {
+            name: given(&manifest["name"]),
+            display_name: given(&manifest["interface"]["displayName"]),
+            mcp_servers: (manifest["mcpServers"].is_object())
+                .then(|| manifest["mcpServers"].to_string()),
+        })
+    }
 }
 
 fn parse_location(value: Value) -> DeclaredLocation {

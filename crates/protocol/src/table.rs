@@ -244,6 +244,10 @@ macro_rules! table {
 }
 
 table! {
+    CapabilityDiscoverV2: capability::DiscoverV2 = "capabilities/discoverV2" (capability::CatalogParams) -> capability::CatalogResult {
+        family: Some("capability discovery"), scopes: [FsRead], changes: Nothing, repeatable: false,
+        extensions: [],
+    }
     CapabilityDiscoverV1: capability::DiscoverV1 = "capabilityRoots/discoverV1" (capability::DiscoverParams) -> capability::DiscoverResult {
         family: Some("capability discovery"), scopes: [FsRead], changes: Nothing, repeatable: false,
         extensions: [],
@@ -544,32 +548,11 @@ const fn same(one: &str, other: &str) -> bool {
     true
 }
 
-/// A method of the compatible wire that servers do not support. It is rejected like an unknown
-/// method, but scope and handshake are checked before.
-#[derive(Debug)]
-pub struct NotOffered {
-    /// Name of the method on the wire.
-    pub name: &'static str,
-    /// Name of the method's group in handshake errors.
-    pub family: &'static str,
-    /// A token needs one of these scopes.
-    pub scopes: &'static [Scope],
-}
-
-/// Methods of the compatible wire that servers do not support.
-pub static NOT_OFFERED: &[NotOffered] = &[NotOffered {
-    name: "capabilities/discoverV2",
-    family: "capability discovery",
-    scopes: &[FsRead],
-}];
-
 /// The method that a request names.
 #[derive(Debug, Clone, Copy)]
 pub enum RequestedMethod<'a> {
     /// A method with a row.
     Served(MethodId),
-    /// A method of the compatible wire that servers do not support.
-    NotOffered(&'static NotOffered),
     /// An unknown method.
     Unknown(&'a str),
 }
@@ -577,20 +560,13 @@ pub enum RequestedMethod<'a> {
 impl<'a> RequestedMethod<'a> {
     /// Finds the method with this name.
     pub fn of(name: &'a str) -> Self {
-        if let Some(method) = MethodId::of(name) {
-            return Self::Served(method);
-        }
-        match NOT_OFFERED.iter().find(|method| method.name == name) {
-            Some(method) => Self::NotOffered(method),
-            None => Self::Unknown(name),
-        }
+        MethodId::of(name).map_or(Self::Unknown(name), Self::Served)
     }
 
     /// Name of the method on the wire.
     pub fn name(self) -> &'a str {
         match self {
             Self::Served(method) => method.row().name,
-            Self::NotOffered(method) => method.name,
             Self::Unknown(name) => name,
         }
     }
@@ -600,7 +576,6 @@ impl<'a> RequestedMethod<'a> {
     pub fn scopes(self) -> &'static [Scope] {
         match self {
             Self::Served(method) => method.row().scopes,
-            Self::NotOffered(method) => method.scopes,
             Self::Unknown(name) if name.starts_with("fs/") => &[FsWrite],
             Self::Unknown(_) => &[Exec],
         }

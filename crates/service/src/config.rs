@@ -66,6 +66,9 @@ pub struct ExecServerConfig {
     pub http: HttpConfig,
     /// The files that `environmentConfig/read` reads.
     pub config_files: ConfigFiles,
+    /// Whether clients are to take all plugins and skills of the user's directory in `config_files`,
+    /// instead of those that they name.
+    pub discover_all: bool,
     /// Audit log, if enabled.
     pub audit: Option<Audit>,
     /// Exporter for traces of requests, if enabled.
@@ -109,6 +112,7 @@ impl Default for ExecServerConfig {
             environment: BTreeMap::new(),
             http: HttpConfig::default(),
             config_files: ConfigFiles::codex("/nonexistent".into()),
+            discover_all: false,
             audit: None,
             tracer: None,
             sandbox_launcher: None,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use exec_server_engine::log::Exit;
 use exec_server_protocol::MethodId;
 use exec_server_protocol::network::PolicyOutcome;
-use exec_server_protocol::table::{NOT_OFFERED, RequestedMethod};
+use exec_server_protocol::table::RequestedMethod;
 use exec_server_transport::metrics::Counter;
 
 use crate::auth::AuthError;
@@ -38,17 +38,13 @@ pub(crate) struct LatencyHistogram {
 pub(crate) struct MethodIndex(pub(crate) usize);
 
 impl MethodIndex {
-    /// Number of counters: one for each served method, one for each known method that is not
-    /// offered, and one for all other names, so that a peer cannot create more.
-    pub(crate) const COUNT: usize = MethodId::ALL.len() + NOT_OFFERED.len() + 1;
+    /// Number of counters: one for each served method, and one for all other names, so that a peer
+    /// cannot create more.
+    pub(crate) const COUNT: usize = MethodId::ALL.len() + 1;
 
     pub(crate) fn name(self) -> &'static str {
-        let Some(index) = self.0.checked_sub(MethodId::ALL.len()) else {
-            return MethodId::ALL[self.0].row().name;
-        };
-        NOT_OFFERED
-            .get(index)
-            .map_or("~other", |method| method.name)
+        let served = MethodId::ALL.get(self.0);
+        served.map_or("~other", |method| method.row().name)
     }
 }
 
@@ -56,12 +52,6 @@ impl From<RequestedMethod<'_>> for MethodIndex {
     fn from(named: RequestedMethod<'_>) -> Self {
         Self(match named {
             RequestedMethod::Served(method) => method as usize,
-            RequestedMethod::NotOffered(method) => {
-                let index = NOT_OFFERED
-                    .iter()
-                    .position(|other| other.name == method.name);
-                MethodId::ALL.len() + index.unwrap_or(NOT_OFFERED.len())
-            }
             RequestedMethod::Unknown(_) => Self::COUNT - 1,
         })
     }

@@ -63,11 +63,6 @@ pub(crate) fn request(
     }
     let method = match named {
         RequestedMethod::Served(method) => method,
-        RequestedMethod::NotOffered(method) => {
-            let refused = phase.ready(method.family).err();
-            let unknown = || ApiError::method_not_found(method.name);
-            return responder.send_error(refused.unwrap_or_else(unknown));
-        }
         RequestedMethod::Unknown(name) => {
             return responder.send_error(ApiError::method_not_found(name));
         }
@@ -103,6 +98,9 @@ pub(crate) fn request(
         },
         MethodId::CapabilityDiscoverV1 => {
             undecoded.run::<capability::DiscoverV1>(methods::capability::discover_v1)
+        }
+        MethodId::CapabilityDiscoverV2 => {
+            undecoded.run::<capability::DiscoverV2>(methods::capability::discover_v2)
         }
         MethodId::CommandExec => undecoded.run::<command::Exec>(methods::command::exec),
         MethodId::CommandTerminate => {

@@ -13,10 +13,11 @@ use sha2::{Digest as _, Sha256};
 use crate::config::ExecServerConfig;
 
 /// Capability flags of the compatible protocol. Each is true only if the capability works
-/// completely; those of the managed network are true only if this machine can enforce it.
+/// completely; those of the managed network are true only if this machine can enforce it, and
+/// [`CATALOG`] only if a setting asks for it.
 const CAPABILITIES: &[(&str, bool)] = &[
     ("capabilityDiscoverySandbox", true),
-    ("capabilityDiscoveryV2", false),
+    (CATALOG, true),
     ("credentialMasking", false),
     ("credentialMaskingCustomProviders", false),
     ("environmentConfigRead", true),
@@ -31,6 +32,9 @@ const CAPABILITIES: &[(&str, bool)] = &[
     ("shellSnapshotV2", true),
     ("windowsMxc", false),
 ];
+
+/// The flag of `capabilities/discoverV2`: clients that see it ignore roots that their user has selected.
+const CATALOG: &str = "capabilityDiscoveryV2";
 
 /// Timeout for facts about the machine that are still being determined; this usually takes
 /// milliseconds.
@@ -105,7 +109,9 @@ fn describe(config: &ExecServerConfig, manages_networks: bool) -> EnvironmentInf
         capabilities: CAPABILITIES
             .iter()
             .map(|&(name, whole)| {
-                let whole = whole && (manages_networks || !name.starts_with("networkProxy"));
+                let whole = whole
+                    && (manages_networks || !name.starts_with("networkProxy"))
+                    && (config.discover_all || name != CATALOG);
                 (name.to_owned(), whole)
             })
             .collect(),

@@ -187,6 +187,7 @@ impl ExecServer {
             environment: made_with.environment.clone(),
             http: made_with.http.clone(),
             config_files: made_with.config_files.clone(),
+            discover_all: made_with.discover_all,
             audit: made_with.audit.clone(),
             tracer: made_with.tracer.clone(),
             sandbox_launcher: made_with.sandbox_launcher.clone(),

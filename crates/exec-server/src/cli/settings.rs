@@ -33,8 +33,6 @@ pub(super) const API_KEY_VARIABLE: &str = "EXEC_SERVER_API_KEY";
 /// Variables of compatible executors: the token, and an agent's identity.
 pub(super) const CODEX_API_KEY_VARIABLE: &str = "CODEX_API_KEY";
 pub(super) const ACCESS_TOKEN_VARIABLE: &str = "CODEX_ACCESS_TOKEN";
-/// Variable with the number of the pipe's descriptor that contains these values.
-pub(super) const KEY_DESCRIPTOR_VARIABLE: &str = "EXEC_SERVER_INTERNAL_KEY_FD";
 /// Variable with the URL where an agent registers its tasks.
 pub(super) const AGENT_AUTH_API_VARIABLE: &str = "EXEC_SERVER_AGENT_AUTH_API";
 /// Variable with the directory of keys and state.
@@ -47,7 +45,6 @@ const PRIVATE_VARIABLES: &[&str] = &[
     "CODEX_EXEC_SERVER_NOISE_AUTH_TOKEN",
     "EXEC_SERVER_NOISE_AUTH_TOKEN",
     API_KEY_VARIABLE,
-    KEY_DESCRIPTOR_VARIABLE,
     "LISTEN_FDNAMES",
     "LISTEN_FDS",
     "LISTEN_PID",
@@ -151,6 +148,7 @@ pub(super) const KEYS: &[(&str, ValueKind)] = &[
     ("client_config.managed_file", ValueKind::Text),
     ("client_config.project_directory", ValueKind::Text),
     ("client_config.project_marker", ValueKind::Text),
+    ("client_config.discover_all", ValueKind::Flag),
     ("log.format", ValueKind::Choice(FORMATS)),
     ("log.filter", ValueKind::Text),
     ("metrics.listen", ValueKind::Text),
@@ -491,6 +489,7 @@ impl Settings {
         Ok(ExecServerConfig {
             http: self.http()?,
             config_files: self.config_files(&environment),
+            discover_all: self.flag("client_config.discover_all"),
             max_connections: count("limits.connections", defaults.max_connections),
             max_connections_per_address: count(
                 "limits.connections_per_address",
@@ -691,6 +690,7 @@ fn defaults() -> Vec<(&'static str, Value)> {
             text(&codex.project_directory),
         ),
         ("client_config.project_marker", text(&codex.project_marker)),
+        ("client_config.discover_all", Value::Boolean(false)),
         ("log.format", text("text")),
         ("log.filter", text("error")),
         ("traces.service", text("exec-server")),

@@ -39,6 +39,7 @@ fn sample(method: MethodId, file: &dyn Fn(&str) -> Value, owner: &str) -> Ordere
             ("configPaths", json!([["model"]])),
             ("requirementsPaths", json!([])),
         ],
+        M::CapabilityDiscoverV2 => vec![("cwd", cwd)],
         M::CapabilityDiscoverV1 => vec![("roots", json!([{"id": "r", "path": cwd}]))],
         M::CommandExec => vec![
             ("processId", json!("made")),

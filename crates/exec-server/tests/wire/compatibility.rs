@@ -36,8 +36,10 @@ const FLAGS: &[CoverageItem] = &[
     ),
     (
         "capabilityDiscoveryV2",
-        Absent("it would hide roots that the client has selected"),
-        &[],
+        Absent(
+            "only if `client_config.discover_all` is set: it hides roots that the client has selected",
+        ),
+        &["wire/catalog::catalog_is_offered_only_if_a_setting_asks_for_it"],
     ),
     (
         "credentialMasking",
@@ -297,8 +299,11 @@ const METHODS: &[CoverageItem] = &[
     ),
     (
         "capabilities/discoverV2",
-        Absent("it would hide roots that the client has selected"),
-        &["wire/order::error_for_an_unknown_method_names_it"],
+        Served,
+        &[
+            "wire/catalog::catalog_lists_installed_plugins_and_skills",
+            "wire/interop::catalog_equals_that_of_the_real_server",
+        ],
     ),
     (
         "http/request",

@@ -9,6 +9,7 @@ use exec_server_testkit::wire::{TestedServer, Transport, WireClient};
 use tokio::process::Command;
 
 mod capability;
+mod catalog;
 mod command;
 mod compatibility;
 mod config;
@@ -19,6 +20,8 @@ mod flow;
 mod fs;
 mod http;
 mod input;
+#[cfg(feature = "interop")]
+mod interop;
 mod listen;
 mod memory;
 mod methods;
