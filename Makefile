@@ -18,7 +18,7 @@ FEATURES ?= fleet
 HOST_TARGET ?= $(shell rustc -vV | sed -n 's/^host: //p')
 
 .DEFAULT_GOAL := help
-.PHONY: help build static man deb cargo-deb start check test interop interop-matrix conformance bench soak fuzz demo clean
+.PHONY: help build static dist man deb cargo-deb start check test interop interop-matrix conformance bench soak fuzz demo clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -29,6 +29,9 @@ build: ## Build the server with the options of a release
 static: ## Build the server as one file without shared libraries
 	RUSTFLAGS="-C target-feature=+crt-static" cargo build --release --bin exec-server --features "$(FEATURES)" --target $(HOST_TARGET)
 	scripts/static $(CARGO_TARGET_DIR)/$(HOST_TARGET)/release/exec-server
+
+dist: ## Static binaries for x86_64 and arm64 with tarballs, packages, an image and checksums in target/dist
+	FEATURES="$(FEATURES)" scripts/dist
 
 man: build ## Write the manual pages and completions to target/man
 	mkdir -p target/man

@@ -7,6 +7,7 @@ mod codex;
 mod environments;
 mod examples;
 mod messages;
+mod release;
 
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
