@@ -14,6 +14,7 @@ mod echo;
 mod files;
 mod fleet;
 mod handshake;
+mod hosted;
 mod http;
 mod memory;
 pub(crate) mod network;
@@ -102,6 +103,8 @@ pub(crate) enum ScenarioName {
     Recovery,
     /// Through a rendezvous server instead of directly
     Relay,
+    /// An executor at the registry of a service: start, and memory with a stream
+    Hosted,
     /// A rendezvous server with thousands of connections, and its restart
     #[value(name = "rendezvous-crowd")]
     RendezvousLoad,
@@ -182,6 +185,7 @@ impl Bench {
                 ScenarioName::Ssh => ssh::run(self),
                 ScenarioName::Recovery => recovery::run(self),
                 ScenarioName::Relay => relay::run(self),
+                ScenarioName::Hosted => hosted::run(self),
                 ScenarioName::RendezvousLoad => rendezvous::run(self),
                 ScenarioName::Fleet => fleet::run(self),
                 ScenarioName::Scale => scale::run(self),

@@ -85,6 +85,15 @@ impl CommandLine {
         }
     }
 
+    /// Returns the same command with one more variable.
+    pub(crate) fn with_variable(&self, name: &str, value: &str) -> Self {
+        let mut command = self.clone();
+        command
+            .environment
+            .push((name.to_owned(), value.to_owned()));
+        command
+    }
+
     /// Absolute path of the executable.
     pub(crate) fn executable(&self) -> anyhow::Result<PathBuf> {
         let program = self.words.first().context("no command")?;
@@ -119,7 +128,7 @@ pub(crate) struct StartedProgram {
     /// The line that it printed.
     pub(crate) line: String,
     /// Kept open, as for a server.
-    _stdout: BufReader<ChildStdout>,
+    _stdout: Option<BufReader<ChildStdout>>,
 }
 
 impl StartedProgram {
@@ -144,7 +153,7 @@ impl StartedProgram {
         let program = Self {
             child,
             line: line.trim().to_owned(),
-            _stdout: stdout,
+            _stdout: Some(stdout),
         };
         ensure!(
             !program.line.is_empty(),
@@ -157,6 +166,27 @@ impl StartedProgram {
 }
 
 impl StartedProgram {
+    /// Starts the command with these arguments; what it prints is discarded.
+    pub(crate) fn start_silent(command: &CommandLine, arguments: &[&str]) -> anyhow::Result<Self> {
+        let [program, own @ ..] = command.words.as_slice() else {
+            bail!("no command")
+        };
+        let child = Command::new(program)
+            .args(own)
+            .args(arguments)
+            .envs(command.environment.iter().cloned())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .with_context(|| format!("cannot start `{program}`"))?;
+        Ok(Self {
+            child,
+            line: String::new(),
+            _stdout: None,
+        })
+    }
+
     /// Resident memory in bytes, after a pause in which it can settle.
     pub(crate) fn resident_at_rest(&self) -> anyhow::Result<u64> {
         std::thread::sleep(Duration::from_millis(300));
@@ -326,18 +356,22 @@ impl BenchServer {
     /// processes share count in parts.
     pub(crate) fn proportional(&self) -> anyhow::Result<u64> {
         let (own, serving) = (self.own_pid(), self.pid);
-        let both = if own == serving {
-            vec![own]
+        if own == serving {
+            proportional([own])
         } else {
-            vec![own, serving]
-        };
-        let each = both.into_iter().map(|pid| {
-            let path = format!("/proc/{}/smaps_rollup", pid.as_raw_nonzero());
-            let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-            memory(&text, "Pss:").with_context(|| format!("{path} says nothing of Pss"))
-        });
-        each.sum()
+            proportional([own, serving])
+        }
     }
+}
+
+/// Proportional set in bytes of several processes.
+pub(crate) fn proportional(pids: impl IntoIterator<Item = Pid>) -> anyhow::Result<u64> {
+    let each = pids.into_iter().map(|pid| {
+        let path = format!("/proc/{}/smaps_rollup", pid.as_raw_nonzero());
+        let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+        memory(&text, "Pss:").with_context(|| format!("{path} says nothing of Pss"))
+    });
+    each.sum()
 }
 
 /// Resident anonymous memory of a process in bytes.

@@ -44,7 +44,7 @@ pub(super) fn idle(bench: &Bench) -> Vec<ReportRow> {
 }
 
 /// Time after which a server has returned what only its start-up needed.
-const AT_REST: Duration = Duration::from_secs(2);
+pub(super) const AT_REST: Duration = Duration::from_secs(2);
 
 fn served(bench: &Bench) -> Vec<ReportRow> {
     let line = line("idle server resident".to_owned(), 14.0 * MIB, 7.0 * MIB);
