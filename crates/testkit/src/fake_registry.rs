@@ -31,6 +31,8 @@ pub struct Seen {
     pub token: Option<String>,
     /// Status of the response; 101 for an open socket.
     pub status: u16,
+    /// Number of the registration that a socket names in its URL.
+    pub registration: Option<u32>,
 }
 
 /// Scripted statuses of responses: each is used once, the last one for all later requests.
@@ -39,14 +41,29 @@ struct Script {
     register: VecDeque<u16>,
     socket: VecDeque<u16>,
     registrations: u32,
+    /// Bearer token that registrations must have; any, if there is none.
+    key: Option<String>,
+    /// Sockets of earlier registrations get 404.
+    oldest: u32,
+}
+
+/// How sockets are closed.
+#[derive(Debug, Clone, Copy)]
+enum Closing {
+    /// Without a message.
+    Cut,
+    /// With code 1001.
+    Idle,
 }
 
 #[derive(Debug)]
 struct Shared {
     script: Mutex<Script>,
     seen: watch::Sender<Vec<Seen>>,
-    /// Signalled to close all sockets.
+    /// Signalled to close all sockets without a message.
     cut: Notify,
+    /// Signalled to close all sockets with a message.
+    idle: Notify,
     open: watch::Sender<usize>,
     /// Whether responses request that refusals are retried, as the project's own registry does.
     retry_refusals: bool,
@@ -87,9 +104,12 @@ impl FakeRegistry {
                 register: [200].into(),
                 socket: [101].into(),
                 registrations: 0,
+                key: None,
+                oldest: 0,
             }),
             seen: watch::Sender::default(),
             cut: Notify::new(),
+            idle: Notify::new(),
             open: watch::Sender::default(),
             retry_refusals,
         });
@@ -127,6 +147,21 @@ impl FakeRegistry {
     /// Closes all sockets.
     pub fn cut(&self) {
         self.shared.cut.notify_waiters();
+    }
+
+    /// Closes all sockets as idle, with code 1001; the registration stays valid.
+    pub fn idle(&self) {
+        self.shared.idle.notify_waiters();
+    }
+
+    /// Replaces the connection, as `refresh_connection` of a service: closes its socket, refuses further
+    /// ones of that registration with 404, and accepts new registrations only with this key.
+    pub fn refresh_connection(&self, key: &str) {
+        let mut script = self.shared.script.lock();
+        script.key = Some(key.to_owned());
+        script.oldest = script.registrations + 1;
+        drop(script);
+        self.cut();
     }
 
     /// Deletes the environment: closes its socket, and answers with these statuses from now on.
@@ -186,24 +221,38 @@ impl FakeRegistry {
 }
 
 impl Shared {
-    fn saw(&self, action: &str, token: Option<String>, status: u16) {
+    fn saw(&self, action: &str, token: Option<String>, status: u16, registration: Option<u32>) {
         self.seen.send_modify(|seen| {
             seen.push(Seen {
                 action: action.to_owned(),
                 token,
                 status,
+                registration,
             });
         });
+    }
+
+    /// Status of a socket, and the registration that its URL names.
+    fn admit(&self, target: &str) -> (u16, Option<u32>) {
+        let (_, number) = target.split_once("registration=").unwrap_or_default();
+        let registration = number.split('&').next().and_then(|text| text.parse().ok());
+        let mut script = self.script.lock();
+        let status = match registration {
+            Some(number) if number < script.oldest => 404,
+            _ => next(&mut script.socket),
+        };
+        (status, registration)
     }
 
     async fn serve(self: Arc<Self>, mut stream: TcpStream, address: SocketAddr) {
         let _ = stream.set_nodelay(true);
         while let Ok(mut head) = read_head(&mut stream, HeadKind::Request).await {
             if let Some(key) = head.header("sec-websocket-key").map(accept_key) {
-                let status = next(&mut self.script.lock().socket);
+                let (status, registration) = self.admit(&head.target);
                 // Recorded before the response is sent, because the executor may react immediately.
                 let cut = self.cut.notified();
-                self.saw("socket", None, status);
+                let idle = self.idle.notified();
+                self.saw("socket", None, status, registration);
                 if status != 101 {
                     let answer = format!("HTTP/1.1 {status} X\r\nContent-Length: 0\r\n\r\n");
                     let _ = stream.write_all(answer.as_bytes()).await;
@@ -219,10 +268,13 @@ impl Shared {
                 self.open.send_modify(|open| *open += 1);
                 let (reader, writer) = stream.into_split();
                 let link = Link::websocket(WebsocketRole::Server, reader, writer, head.rest);
-                tokio::select! {
-                    () = keep(link) => {}
-                    () = cut => {}
-                }
+                let closing = async {
+                    tokio::select! {
+                        () = cut => Closing::Cut,
+                        () = idle => Closing::Idle,
+                    }
+                };
+                keep(link, closing).await;
                 self.open.send_modify(|open| *open -= 1);
                 return;
             }
@@ -236,8 +288,8 @@ impl Shared {
                 .header("authorization")
                 .and_then(|value| value.strip_prefix("Bearer "))
                 .map(str::to_owned);
-            let (action, status, body) = self.answer(&head.target, address);
-            self.saw(&action, token, status);
+            let (action, status, body) = self.answer(&head.target, token.as_deref(), address);
+            self.saw(&action, token, status, None);
             let body = body.to_string();
             let answer = format!(
                 "HTTP/1.1 {status} X\r\nContent-Length: {}\r\n\r\n{body}",
@@ -249,7 +301,12 @@ impl Shared {
         }
     }
 
-    fn answer(&self, target: &str, address: SocketAddr) -> (String, u16, Value) {
+    fn answer(
+        &self,
+        target: &str,
+        token: Option<&str>,
+        address: SocketAddr,
+    ) -> (String, u16, Value) {
         let parts: Vec<&str> = target.split('/').collect();
         let [_, "cloud", "environment", environment, action] = parts[..] else {
             return (target.to_owned(), 404, json!({}));
@@ -258,7 +315,10 @@ impl Shared {
         if action != "register" {
             return (action.to_owned(), 404, json!({}));
         }
-        let status = next(&mut script.register);
+        let status = match &script.key {
+            Some(key) if Some(key.as_str()) != token => 401,
+            _ => next(&mut script.register),
+        };
         if status != 200 {
             let error = json!({"code": "scripted", "message": format!("scripted {status}")});
             return (action.to_owned(), status, json!({"error": error}));
@@ -286,13 +346,25 @@ fn next(statuses: &mut VecDeque<u16>) -> u16 {
     }
 }
 
-/// Holds a socket open and responds to its pings, until the executor closes it.
-async fn keep(link: Link) {
+/// Holds a socket open and answers its pings, until the executor closes it or `closing` ends.
+async fn keep(link: Link, closing: impl Future<Output = Closing>) {
     let Link {
         mut incoming,
         mut outgoing,
     } = link;
-    while let Ok(Some(event)) = incoming.recv_raw().await {
+    let mut closing = std::pin::pin!(closing);
+    loop {
+        let event = tokio::select! {
+            event = incoming.recv_raw() => event,
+            closing = &mut closing => {
+                if matches!(closing, Closing::Idle) {
+                    outgoing.push_close(1001, "idle");
+                    let _ = timeout(Duration::from_secs(5), outgoing.flush()).await;
+                }
+                return;
+            }
+        };
+        let Ok(Some(event)) = event else { return };
         if let RawEvent::Ping(payload) = event {
             outgoing.push_pong(payload);
             if timeout(Duration::from_secs(5), outgoing.flush())

@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
-use exec_server::registry::RegistryConnectError;
+use exec_server::registry::{RegistryAuth, RegistryConnectArgs, RegistryConnectError};
 use exec_server::transport::Link;
 use exec_server::{
     ExecBackend as _, ExecProcessEvent, ExecServer, ExecServerClient, ExecServerConfig,
     ExecServerError, SessionLifetime,
 };
 use exec_server_testkit::proc::TIMEOUT;
+use exec_server_testkit::proxy;
 use exec_server_transport::frame::WebsocketRole;
 use exec_server_transport::http::{HeadKind, accept_key, read_head};
 use rustix::process::Signal;
@@ -121,6 +122,38 @@ async fn cut_sockets_lose_no_output_of_a_long_command() {
     assert!(output == expected, "{} bytes", output.len());
     assert_eq!(exit_code(&mut events).await, 0);
     assert!(cuts >= 10, "{cuts} connections were cut");
+    assert_eq!(client.session_id(), session);
+}
+
+/// The longest outage that compatible clients survive as well: they try for 45 s.
+#[tokio::test]
+async fn outage_of_42_s_on_the_way_to_the_rendezvous_server_loses_no_output() {
+    const OUTAGE: Duration = Duration::from_secs(42);
+    let deployment = Deployment::new().await;
+    let _executor = deployment.attached("one").await;
+    let outage = proxy::Outage::proxy(deployment.address()).await;
+    let url = format!("http://127.0.0.1:{}", outage.port());
+    let auth = RegistryAuth::bearer(deployment.token("harness"));
+    let args = RegistryConnectArgs::new(url, "one", auth, "test");
+    let client = ExecServerClient::connect_registry(args).await.unwrap();
+    let session = client.session_id();
+    // It writes before, during and after the outage.
+    let script = "for i in $(seq 1 44); do echo $i; sleep 1; done; read x; echo got $x; exit 4";
+    let process = client.start(sh("p", script)).await.unwrap().process;
+    let mut events = process.events().unwrap();
+    let mut output = Vec::new();
+    read(&mut events, &mut output, 2).await;
+    outage.occur(OUTAGE, Duration::ZERO).await;
+    let expected = lines(44);
+    read(&mut events, &mut output, expected.len()).await;
+    process.write("in\n".into()).await.unwrap();
+    let expected = [expected.as_slice(), b"got in\n"].concat();
+    read(&mut events, &mut output, expected.len()).await;
+    assert_eq!(
+        String::from_utf8(output).unwrap(),
+        String::from_utf8(expected).unwrap()
+    );
+    assert_eq!(exit_code(&mut events).await, 4);
     assert_eq!(client.session_id(), session);
 }
 

@@ -39,6 +39,11 @@ pub(super) enum Case {
     Replaced(u16),
     /// The socket is closed, and the next one answered with this status.
     Unavailable(u16),
+    /// The socket is closed because it is idle; everything else stays as it is.
+    Idle,
+    /// `refresh_connection`: the socket is closed, and only a new registration with another key is
+    /// accepted. Both programs have a key that does not change.
+    Refreshed,
 }
 
 /// Responses of the registry, with the behaviour of the executor of Codex 0.169 and of ours.
@@ -67,6 +72,8 @@ pub(super) const CASES: &[(Case, Outcome, Outcome)] = {
         (Replaced(404), Retries, Retries),
         (Replaced(410), Retries, Retries),
         (Unavailable(503), Retries, Retries),
+        (Idle, Retries, Retries),
+        (Refreshed, Exits, Exits),
     ]
 };
 
@@ -99,6 +106,8 @@ pub(super) async fn play(case: Case, expected: Outcome, start: &(dyn Fn(&str) ->
             registry.socket(&[status, 101]);
             registry.cut();
         }
+        Case::Idle => registry.idle(),
+        Case::Refreshed => registry.refresh_connection("another key"),
     }
     let began = Instant::now();
     if expected == Outcome::Exits {
@@ -120,7 +129,7 @@ pub(super) async fn play(case: Case, expected: Outcome, start: &(dyn Fn(&str) ->
             registry.socket(&[101]);
         }
         Case::Replaced(_) => registry.until_count("register", registrations + 1).await,
-        Case::Unavailable(_) => {}
+        Case::Unavailable(_) | Case::Idle | Case::Refreshed => {}
     }
     registry.until_count("socket", sockets + 1).await;
     registry.until_attached(true).await;
@@ -128,7 +137,7 @@ pub(super) async fn play(case: Case, expected: Outcome, start: &(dyn Fn(&str) ->
         child.try_wait().unwrap().is_none(),
         "{case:?}: it has ended"
     );
-    if matches!(case, Case::Unavailable(_)) {
+    if matches!(case, Case::Unavailable(_) | Case::Idle) {
         assert_eq!(
             registry.count("register"),
             registrations,
@@ -223,6 +232,40 @@ async fn credential_command_runs_before_each_connection() {
     let seen = registry.seen();
     let last = seen.iter().rfind(|seen| seen.action == "register").unwrap();
     assert_eq!(last.token.as_deref(), Some("token-2"));
+}
+
+#[tokio::test]
+async fn refreshed_connection_is_made_with_the_next_key_and_the_new_registration() {
+    let home = tempfile::tempdir().unwrap();
+    let key = home.path().join("key");
+    std::fs::write(&key, "first").unwrap();
+    let registry = FakeRegistry::start().await;
+    let mut command = program(home.path());
+    let script = format!("cat {}", key.display());
+    command
+        .args(["--remote", &registry.url(), "--environment-id", "env"])
+        .args(["--credential-command", &script]);
+    let mut running = RunningProgram::start(command).await;
+    std::fs::write(&key, "second").unwrap();
+    registry.refresh_connection("second");
+    registry
+        .until("a socket of the new registration", |seen| {
+            seen.iter()
+                .any(|seen| seen.status == 101 && seen.registration == Some(2))
+        })
+        .await;
+    registry.until_attached(true).await;
+    let seen = registry.seen();
+    let registered = seen.iter().filter(|seen| seen.action == "register");
+    let tokens: Vec<_> = registered.map(|seen| seen.token.as_deref()).collect();
+    assert_eq!(tokens, [Some("first"), Some("second")]);
+    // The address of the first registration was tried once more, and refused.
+    let refused = seen.iter().filter(|seen| seen.status == 404);
+    assert_eq!(
+        refused.map(|seen| seen.registration).collect::<Vec<_>>(),
+        [Some(1)]
+    );
+    assert!(running.child.try_wait().unwrap().is_none());
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ use std::process::Stdio;
 
 use exec_server::protocol::process::{StartParams, TerminateMode};
 use exec_server::{CollectOptions, ExecBackend as _, ExecServerClient};
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::TIMEOUT;
 use rustix::process::Signal;
 use tokio::process::Command;
 use tokio::time::timeout;
@@ -148,14 +148,14 @@ async fn check_processes(client: &ExecServerClient) {
     };
     let started = client.start(terminal).await.unwrap();
     let output = started.process.output(CollectOptions::default());
-    let output = timeout(PATIENCE, output).await.unwrap().unwrap();
+    let output = timeout(TIMEOUT, output).await.unwrap().unwrap();
     assert_eq!(output.exit.unwrap().exit_code, 3);
     // The daemon leaves the group and the session of its command.
     let script = "setsid sleep 1000 >/dev/null 2>&1 & echo $!; exec sleep 1000";
     let started = client.start(sh("tree", script)).await.unwrap();
     let process = started.process;
     let ended = process.terminate(TerminateMode::Force, true);
-    timeout(PATIENCE, ended).await.unwrap().unwrap();
+    timeout(TIMEOUT, ended).await.unwrap().unwrap();
 }
 
 #[tokio::test]
@@ -331,7 +331,7 @@ async fn executor_runs_in_an_empty_read_only_root() {
     };
     let started = client.start(params).await.unwrap();
     let output = started.process.output(CollectOptions::default());
-    let output = timeout(PATIENCE, output).await.unwrap().unwrap();
+    let output = timeout(TIMEOUT, output).await.unwrap().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.starts_with("exec-server "), "{text}");
 }
