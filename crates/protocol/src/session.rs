@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use serde::de::{self, MapAccess, Visitor};
+use serde::de::{self, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::environment::EnvironmentInfo;
@@ -61,10 +61,11 @@ impl<'de> Deserialize<'de> for EndParams {
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<EndParams, A::Error> {
                 let mut params = EndParams::default();
                 while let Some(key) = map.next_key::<String>()? {
-                    if key != "graceMs" {
-                        return Err(de::Error::unknown_field(&key, &["graceMs"]));
+                    if key == "graceMs" {
+                        params.grace_ms = map.next_value()?;
+                    } else {
+                        map.next_value::<IgnoredAny>()?;
                     }
-                    params.grace_ms = map.next_value()?;
                 }
                 Ok(params)
             }

@@ -468,7 +468,7 @@ pub(super) struct ServeArgs {
     pub(super) log: Option<String>,
 
     /// Serve Prometheus metrics at `http://IP:PORT/metrics`
-    #[arg(long, value_name = "IP:PORT")]
+    #[arg(long, value_name = "IP:PORT", hide_short_help = true)]
     pub(super) metrics_listen: Option<String>,
 
     /// Append connections and commands to this file, as JSON lines
@@ -577,7 +577,7 @@ pub(super) struct RemoteArgs {
     /// Read the registry's token from FILE
     ///
     /// [env: EXEC_SERVER_API_KEY or CODEX_API_KEY: the token itself]
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub(super) remote_token_file: Option<PathBuf>,
 
     /// Read credentials for the registry from standard input, one JSON object per line

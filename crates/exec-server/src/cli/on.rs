@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 #[cfg(feature = "mcp")]
@@ -30,6 +31,10 @@ use super::{access, own_socket, registry, ssh};
 
 /// Name of the server that `exec-server serve` runs for this user.
 const OWN_SERVER: &str = "serve";
+
+/// How long a command tries to reconnect while nothing listens at the address of the server: long
+/// enough for a tunnel that is being restored. A server that has ended does not keep the session.
+const REFUSED_BUDGET: Duration = Duration::from_secs(20);
 
 /// Location where a command works.
 #[derive(Debug)]
@@ -85,13 +90,17 @@ impl RemoteMachine {
                 Some((std::path::absolute(local)?, remote))
             }
         };
-        Ok(Self {
+        let mut machine = Self {
             name: name.to_owned(),
             connect,
             roots,
             directory,
             token: None,
-        })
+        };
+        machine.change_options(&|options| {
+            options.recovery.refused_budget = Some(REFUSED_BUDGET);
+        });
+        Ok(machine)
     }
 
     /// Changes the options of new sessions, for targets that have such options.

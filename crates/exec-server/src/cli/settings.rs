@@ -13,7 +13,6 @@ use anyhow::{Context as _, bail};
 use exec_server_egress::http::{DEFAULT_DENY, HostRules, HttpConfig, ProxyChoice};
 use exec_server_engine::configuration::ConfigFiles;
 use exec_server_engine::host;
-use exec_server_executor::fs;
 use exec_server_executor::log::Retention;
 use exec_server_service::{DEFAULT_LISTEN_URL, ExecServerConfig, ListenUrl, auth};
 use exec_server_transport::keepalive::KeepaliveConfig;
@@ -873,7 +872,7 @@ fn state_paths() -> Vec<PathBuf> {
     let places = [home_directory(), std::env::current_dir().ok()];
     let mut places = places.into_iter().flatten();
     let is_shared = places.any(|place| {
-        let place = fs::canonicalize(&place).unwrap_or(place);
+        let place = place.canonicalize().unwrap_or(place);
         place.starts_with(&whole)
     });
     if is_shared {

@@ -1,12 +1,15 @@
 //! Servers without authentication: their own user is served, other users of the machine are not.
 
+use std::fs::Permissions;
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::process::CommandExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::OnceLock;
 
 use exec_server_testkit::proc::eventually;
 use exec_server_testkit::server::ServerProcess;
+use tempfile::TempDir;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_exec-server");
 
@@ -16,7 +19,7 @@ const OTHER: u32 = 65_534;
 /// Runs the program with a runtime directory; as another user if a test that runs as root requests
 /// it.
 fn client(runtime: &Path, args: &[&str], uid: Option<u32>) -> Output {
-    let mut command = Command::new(BINARY);
+    let mut command = Command::new(executable(uid));
     command
         .args(args)
         .current_dir("/")
@@ -28,6 +31,23 @@ fn client(runtime: &Path, args: &[&str], uid: Option<u32>) -> Output {
         command.uid(uid).gid(uid);
     }
     command.output().unwrap()
+}
+
+/// Returns the path of the program that a user can execute: the build directory may be unreadable
+/// for other users.
+fn executable(uid: Option<u32>) -> PathBuf {
+    static READABLE: OnceLock<TempDir> = OnceLock::new();
+    if uid.is_none() {
+        return BINARY.into();
+    }
+    let directory = READABLE.get_or_init(|| {
+        let directory = tempfile::tempdir().unwrap();
+        let mode = Permissions::from_mode(0o755);
+        std::fs::set_permissions(directory.path(), mode).unwrap();
+        std::fs::copy(BINARY, directory.path().join("exec-server")).unwrap();
+        directory
+    });
+    directory.path().join("exec-server")
 }
 
 fn text(bytes: &[u8]) -> String {

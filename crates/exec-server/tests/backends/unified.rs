@@ -162,7 +162,8 @@ async fn unified_call_continues_across_cuts() {
 async fn unified_call_reports_a_lost_connection() {
     let command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     let server = ServerProcess::start(command).await;
-    let args = RemoteExecServerConnectArgs::new(server.url(), "test");
+    let mut args = RemoteExecServerConnectArgs::new(server.url(), "test");
+    args.options.recovery.refused_budget = Some(Duration::from_secs(1));
     let client = ExecServerClient::connect(args).await.unwrap();
     let backend: Arc<dyn ExecBackend> = Arc::new(client);
     let unified = unified();

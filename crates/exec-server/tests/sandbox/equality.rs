@@ -116,6 +116,8 @@ fn kind_of(message: &str) -> &str {
 /// Python script that prints for each path the same text as `SandboxFixture::reached`.
 const OBSERVE: &str = r#"
 import stat
+# Mount points of protected names, which exist while a command runs; file requests do not list them.
+PLACEHOLDERS = {".git", ".agents", ".aws", ".codex"}
 def name(e): return os.strerror(e.errno)
 for path in PATHS:
     try:
@@ -129,7 +131,8 @@ for path in PATHS:
             print("unreadable: " + name(e))
     elif stat.S_ISDIR(kind):
         try:
-            found = [n for n in sorted(os.listdir(path)) if os.path.exists(os.path.join(path, n))]
+            found = [n for n in sorted(os.listdir(path))
+                if n not in PLACEHOLDERS and os.path.exists(os.path.join(path, n))]
             print("directory " + " ".join(found))
         except OSError as e:
             print("unreadable: " + name(e))

@@ -285,7 +285,8 @@ async fn full_disk_leaves_the_old_content() {
         assert_eq!(scene.read("small/f").await, b"old");
     }
     fs::write(scene.root.join("large"), vec![1; 2 * MIB]).unwrap();
-    symlink("large", scene.root.join("link")).unwrap();
+    let target = scene.root.join("large");
+    symlink(&target, scene.root.join("link")).unwrap();
     let params = json!({"sourcePath": scene.uri("link"), "destinationPath": scene.uri("small/c"), "recursive": false});
     // A link is copied as a link; its target does not fit.
     scene.client.ok("fs/copy", params).await;
