@@ -3,6 +3,7 @@
 //! Has the event type and the stream of events, independent of the backend that produces them.
 
 use std::fmt;
+use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server_protocol::process::{
@@ -13,6 +14,11 @@ use exec_server_protocol::sandbox::Denial;
 use futures_util::future::BoxFuture;
 
 pub use crate::error::ProcessFailure;
+
+/// How long a new process is held back for its consumer. A caller that consumes the output attaches
+/// as soon as it has the handle; one that only waits for the exit is delayed once, and only if the
+/// process has written more than is buffered.
+pub(crate) const ATTACH_TIME: Duration = Duration::from_secs(2);
 
 /// Process event, with its sequence number.
 ///

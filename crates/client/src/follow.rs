@@ -10,6 +10,7 @@ use exec_server_protocol::process::{PauseOutput, PauseOutputParams, Read, ReadPa
 
 use crate::caller::RequestSender;
 use crate::error::ExecServerError;
+use crate::event::ATTACH_TIME;
 use crate::event::ProcessFailure;
 use crate::options::millis;
 use crate::order::ReadRules;
@@ -42,6 +43,9 @@ impl OutputReader {
     /// Fills gaps between notifications, and reads the output that was written between connections.
     pub(crate) async fn repair(mut self) {
         let mut fruitless = 0;
+        let attach_time = tokio::time::sleep(ATTACH_TIME);
+        tokio::pin!(attach_time);
+        let mut is_expected = true;
         loop {
             let after = tokio::select! {
                 biased;
@@ -59,6 +63,11 @@ impl OutputReader {
                 }
                 paused = self.route.pause_due() => {
                     self.pause(paused).await;
+                    continue;
+                }
+                () = &mut attach_time, if is_expected => {
+                    is_expected = false;
+                    self.route.stop_expecting();
                     continue;
                 }
                 after = self.route.hole_opened() => after,

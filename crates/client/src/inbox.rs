@@ -43,9 +43,12 @@ pub(crate) struct Inbox {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Consumer {
-    /// No consumer is attached yet: the latest events are kept.
+    /// The process was started a moment ago: the consumer is about to attach. Treated as attached if
+    /// the server can pause the process.
     #[default]
-    Awaited,
+    Expected,
+    /// No consumer attached in time: the latest events are kept, and the process does not wait.
+    Absent,
     /// Attached: the queue is limited, and no output is discarded.
     Attached,
     /// Detached: no events are kept.
@@ -68,9 +71,16 @@ impl Inbox {
     /// Returns whether the queue has reached its limit: reads of missing output wait, and the server
     /// pauses the process on request.
     pub(crate) fn is_full(&self) -> bool {
-        self.consumer == Consumer::Attached
-            && self.cost >= MAX_WAITING_BYTES
-            && self.failure.is_none()
+        self.keeps_all() && self.cost >= MAX_WAITING_BYTES && self.failure.is_none()
+    }
+
+    /// Returns whether output must not be discarded.
+    fn keeps_all(&self) -> bool {
+        match self.consumer {
+            Consumer::Expected => self.can_pause,
+            Consumer::Attached => true,
+            Consumer::Absent | Consumer::Gone => false,
+        }
     }
 
     /// Returns whether output that the server has pushed must wait, and with it all later messages of
@@ -86,7 +96,7 @@ impl Inbox {
     /// Returns whether the client must request to pause (`true`) or to continue (`false`) the process.
     pub(crate) fn pause_due(&self) -> Option<bool> {
         if self.is_paused {
-            let has_room = self.cost < RESUME_BYTES || self.consumer != Consumer::Attached;
+            let has_room = self.cost < RESUME_BYTES || !self.keeps_all();
             (has_room || self.is_finished()).then_some(false)
         } else {
             (self.can_pause && self.is_full() && !self.is_finished()).then_some(true)
@@ -151,7 +161,7 @@ impl Inbox {
 
     /// Attaches the consumer; returns `false` if one was attached before.
     pub(crate) fn attach(&mut self) -> bool {
-        let first = self.consumer == Consumer::Awaited;
+        let first = !self.has_had_consumer();
         if first {
             self.consumer = Consumer::Attached;
         }
@@ -159,7 +169,15 @@ impl Inbox {
     }
 
     pub(crate) fn has_had_consumer(&self) -> bool {
-        self.consumer != Consumer::Awaited
+        matches!(self.consumer, Consumer::Attached | Consumer::Gone)
+    }
+
+    /// Stops holding back the process for a consumer that has not attached.
+    pub(crate) fn stop_expecting(&mut self) {
+        if self.consumer == Consumer::Expected {
+            self.consumer = Consumer::Absent;
+            self.limit();
+        }
     }
 
     pub(crate) fn detach(&mut self) {
@@ -181,7 +199,12 @@ impl Inbox {
         self.cost += cost(&event);
         self.queue.push_back(event);
         self.join(self.queue.len() - 1);
-        while self.consumer == Consumer::Awaited && self.cost > MAX_WAITING_BYTES {
+        self.limit();
+    }
+
+    /// Discards the oldest output above the limit, if there is no consumer.
+    fn limit(&mut self) {
+        while !self.has_had_consumer() && !self.keeps_all() && self.cost > MAX_WAITING_BYTES {
             if !self.evict() {
                 return;
             }
@@ -367,6 +390,36 @@ mod tests {
         }
         assert_eq!(inbox.pause_due(), Some(false));
         assert!(inbox.cost < RESUME_BYTES && inbox.cost > 0);
+    }
+
+    #[test]
+    fn inbox_pauses_for_an_expected_consumer_and_discards_only_without_one() {
+        let mut inbox = Inbox::default();
+        inbox.set_can_pause(true);
+        for seq in 1..=5 {
+            inbox.accept(output(seq));
+        }
+        assert_eq!(inbox.pause_due(), Some(true));
+        assert!(!inbox.must_wait());
+        inbox.set_paused(true);
+        assert!(inbox.attach());
+        assert_eq!(inbox.pause_due(), None);
+        assert_eq!(inbox.take().and_then(|event| event.seq()), Some(1));
+
+        let mut inbox = Inbox::default();
+        inbox.set_can_pause(true);
+        for seq in 1..=5 {
+            inbox.accept(output(seq));
+        }
+        inbox.set_paused(true);
+        inbox.stop_expecting();
+        assert_eq!(inbox.pause_due(), Some(false));
+        assert!(inbox.attach());
+        let first = inbox.take();
+        assert!(
+            matches!(first, Some(ExecProcessEvent::Gap { after_seq: 0, .. })),
+            "{first:?}"
+        );
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! requests with the same engine.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime};
 
@@ -28,7 +28,7 @@ use futures_util::future::BoxFuture;
 
 use crate::backend::{ExecBackend, ExecProcess, ReadRequest, StartedProcess, WaitForRequest};
 use crate::error::{ExecServerError, Reply};
-use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents};
+use crate::event::{ATTACH_TIME, EventSource, ExecProcessEvent, ExecProcessEvents};
 use crate::network::{self, NetworkPolicyDecider};
 
 /// Backend that runs processes on this machine.
@@ -74,7 +74,7 @@ struct LocalProcess {
     info: ProcessInfo,
     process: Process,
     number: u64,
-    events_taken: AtomicBool,
+    events_taken: Mutex<bool>,
     table: Weak<Mutex<LocalProcesses>>,
     /// Proxy of the process's network; runs for as long as there is a handle.
     _proxy: Option<Proxy>,
@@ -129,23 +129,35 @@ impl LocalBackend {
                 decider,
             })
         })?;
-        if info.delivery == Delivery::Pull {
-            process.hold(0);
-        }
+        process.hold(0);
         let local = Arc::new(LocalProcess {
             info,
             process,
             number,
-            events_taken: AtomicBool::new(false),
+            events_taken: Mutex::new(false),
             table: Arc::downgrade(&self.table),
             _proxy: proxy,
         });
         reservation.keep(&local);
+        if local.info.delivery == Delivery::Push {
+            tokio::spawn(stop_expecting(Arc::downgrade(&local)));
+        }
         Ok(StartedProcess {
             process: local,
             sandbox_type: result.sandbox_type,
             enforcement: result.enforcement,
         })
+    }
+}
+
+/// Stops holding back a new process if no consumer takes its events in time.
+async fn stop_expecting(local: Weak<LocalProcess>) {
+    tokio::time::sleep(ATTACH_TIME).await;
+    if let Some(local) = local.upgrade() {
+        let events_taken = local.events_taken.lock();
+        if !*events_taken {
+            local.process.release();
+        }
     }
 }
 
@@ -260,11 +272,13 @@ impl ExecProcess for LocalProcess {
     }
 
     fn events(&self) -> Result<ExecProcessEvents, ExecServerError> {
-        if self.events_taken.swap(true, Ordering::AcqRel) {
+        let mut events_taken = self.events_taken.lock();
+        if std::mem::replace(&mut *events_taken, true) {
             return Err(ExecServerError::EventsTaken(self.info.process_id.clone()));
         }
         // Starts at the oldest retained event; evicted output is reported as a gap.
         self.process.hold(0);
+        drop(events_taken);
         Ok(ExecProcessEvents::new(LocalEvents {
             process: self.process.clone(),
             id: self.info.process_id.clone(),

@@ -439,6 +439,11 @@ impl ProcessRoute {
         self.inbox.lock().set_paused(paused);
     }
 
+    /// Stops holding back the process if no consumer has attached.
+    pub(crate) fn stop_expecting(&self) {
+        self.change(Inbox::stop_expecting);
+    }
+
     /// Waits until a request to pause the process (`true`) or to continue it (`false`) is due.
     pub(crate) async fn pause_due(&self) -> bool {
         loop {

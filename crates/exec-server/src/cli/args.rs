@@ -472,7 +472,7 @@ pub(super) struct ServeArgs {
     pub(super) metrics_listen: Option<String>,
 
     /// Append connections and commands to this file, as JSON lines
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub(super) audit_file: Option<PathBuf>,
 
     #[command(flatten)]

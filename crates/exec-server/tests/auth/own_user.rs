@@ -140,7 +140,7 @@ async fn shared_runtime_directory_is_refused() {
     let runtime = tempfile::tempdir().unwrap();
     let directory = runtime.path().join("exec-server");
     std::fs::create_dir(&directory).unwrap();
-    std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o755)).unwrap();
+    std::fs::set_permissions(&directory, Permissions::from_mode(0o755)).unwrap();
     let refused = client(runtime.path(), &["serve"], None);
     let error = text(&refused.stderr);
     assert!(

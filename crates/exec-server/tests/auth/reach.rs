@@ -230,15 +230,15 @@ async fn files_of_the_server_are_out_of_reach_of_every_method_and_token() {
                     assert!(allowed, "{what}: {failure}");
                     // The kernel refuses these opens before the server can identify the file.
                     let by_kernel = match method {
+                        // Where the server may not use the root directory of process 1.
+                        _ if alias.starts_with("/proc/1/root/") && !is_root_of_init_reachable => {
+                            "Permission denied"
+                        }
                         MethodId::FsReadDirectory => "Not a directory",
                         MethodId::FsOpen if alias.ends_with("/exec-server") => "Text file busy",
                         _ if alias.ends_with("/socket") => "No such device or address",
                         // The guardian has closed its streams.
                         _ if alias.ends_with("/fd/0") => "No such file or directory",
-                        // Where the server may not use the root directory of process 1.
-                        _ if alias.starts_with("/proc/1/root/") && !is_root_of_init_reachable => {
-                            "Permission denied"
-                        }
                         _ => "out of reach",
                     };
                     if failure.message.contains(by_kernel) && by_kernel != "out of reach" {

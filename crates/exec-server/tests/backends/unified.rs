@@ -126,9 +126,9 @@ pub(crate) mod cases {
         // The head may have got a newline before the marker.
         let all = shown + answer.omitted_bytes;
         assert!(all == total || all == total + 1, "{all} of {total}");
-        // Two buffers of 1 MiB, the retained log, and data in transit; a server in this process adds
-        // its buffers.
-        assert!(grown <= 8 << 20, "grew by {grown} bytes");
+        // Two buffers of 1 MiB, the retained log, and what arrives until the server has paused the
+        // process, above 4 MiB; a server in this process adds its buffers.
+        assert!(grown <= 16 << 20, "grew by {grown} bytes");
     }
 }
 
