@@ -54,6 +54,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         mode: WriteMode::Update,
         offset: files.metadata(&note, Default::default()).await?.size,
         sandbox: None,
+        ..WriteStreamOptions::default()
     };
     let mut writer = files.open_write(&note, append).await?;
     writer.write_all(b"and changed\n").await?;

@@ -38,6 +38,24 @@ pub(crate) const WRITE_FILE_MODE: &str = MethodId::FsWriteFile.extension("fs/wri
 /// `modifiedAtMs` of `fs/writeFile`.
 pub(crate) const WRITE_FILE_MODIFIED: &str =
     MethodId::FsWriteFile.extension("fs/writeFile#modifiedAtMs");
+/// `createMode` of `fs/writeFile`.
+pub(crate) const WRITE_FILE_CREATE_MODE: &str =
+    MethodId::FsWriteFile.extension("fs/writeFile#createMode");
+/// `owner` of `fs/writeFile`.
+pub(crate) const WRITE_FILE_OWNER: &str = MethodId::FsWriteFile.extension("fs/writeFile#owner");
+/// `createMode` of `fs/open`.
+pub(crate) const OPEN_CREATE_MODE: &str = MethodId::FsOpen.extension("fs/open#createMode");
+/// `createMode` of `fs/createDirectory`.
+pub(crate) const CREATE_DIRECTORY_MODE: &str =
+    MethodId::FsCreateDirectory.extension("fs/createDirectory#createMode");
+/// `owner` of `fs/setMetadata`.
+pub(crate) const SET_METADATA_OWNER: &str =
+    MethodId::FsSetMetadata.extension("fs/setMetadata#owner");
+/// `hardLink` of `fs/copy`.
+pub(crate) const COPY_HARD_LINK: &str = MethodId::FsCopy.extension("fs/copy#hardLink");
+/// `metadata` of `fs/readDirectory`.
+pub(crate) const READ_DIRECTORY_METADATA: &str =
+    MethodId::FsReadDirectory.extension("fs/readDirectory#metadata");
 /// `links` of `fs/readDirectory`.
 pub(crate) const READ_DIRECTORY_LINKS: &str =
     MethodId::FsReadDirectory.extension("fs/readDirectory#links");

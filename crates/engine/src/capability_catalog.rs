@@ -242,6 +242,7 @@ fn read_directory(path: PathUri) -> ReadDirectoryParams {
     ReadDirectoryParams {
         path,
         links: false,
+        metadata: false,
         limit: None,
         after: None,
         sandbox: None,

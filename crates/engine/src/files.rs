@@ -65,6 +65,7 @@ impl FileCall {
 pub struct FileOpening {
     path: PathBuf,
     mode: OpenMode,
+    create: Option<u32>,
     files: PolicyFiles,
 }
 
@@ -75,7 +76,7 @@ impl FileOpening {
     ///
     /// The error of the system, or the reason why the policy cannot be enforced.
     pub fn run(&self) -> Result<OpenFile, ApiError> {
-        Ok(self.files.open(&self.path, self.mode)?)
+        Ok(self.files.open(&self.path, self.mode, self.create)?)
     }
 }
 
@@ -119,7 +120,7 @@ impl Engine {
         Ok(FileCall { files, request })
     }
 
-    /// Validates a request to open a file.
+    /// Validates a request to open a file; `create` is the mode of a new file before the umask.
     ///
     /// # Errors
     ///
@@ -128,6 +129,7 @@ impl Engine {
         &self,
         path: &PathUri,
         mode: OpenMode,
+        create: Option<u32>,
         sandbox: Option<Sandbox>,
     ) -> Result<FileOpening, ApiError> {
         let intent = if mode.writes() {
@@ -136,7 +138,12 @@ impl Engine {
             FileIntent::Read
         };
         let (path, files) = self.choose_backend(path, sandbox, intent)?;
-        Ok(FileOpening { path, mode, files })
+        Ok(FileOpening {
+            path,
+            mode,
+            create,
+            files,
+        })
     }
 
     /// Validates a request to watch a path.

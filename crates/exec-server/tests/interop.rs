@@ -408,6 +408,7 @@ async fn our_client_uses_directories_on_the_real_server() {
     let tree = CopyOptions {
         recursive: true,
         sandbox: None,
+        ..CopyOptions::default()
     };
     files.copy(&path("a"), &path("c"), tree).await.unwrap();
     assert_eq!(std::fs::read(root.join("c/b/f")).unwrap(), b"x");

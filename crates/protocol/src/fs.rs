@@ -120,9 +120,28 @@ pub struct WriteFileParams {
     /// Extension `fs/writeFile#modifiedAtMs`: modification time to set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub modified_at_ms: Option<i64>,
+    /// Extension `fs/writeFile#createMode`: permission bits of a new file before the umask; an
+    /// existing file keeps its bits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub create_mode: Option<u32>,
+    /// Extension `fs/writeFile#owner`: owner to set where the server may.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<FileOwner>,
     /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
+}
+
+/// Owner and group of a file.
+///
+/// A server that may not set them keeps its own, and leaves the set-id bits out of the `mode` that
+/// it sets in the same request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileOwner {
+    /// User id.
+    pub uid: u32,
+    /// Group id.
+    pub gid: u32,
 }
 
 impl WriteFileParams {
@@ -181,6 +200,15 @@ pub struct MetadataResult {
     /// Extension: inode number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub inode: Option<u64>,
+    /// Extension: number of the device that holds the inode.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<u64>,
+    /// Extension: number of hard links.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hard_links: Option<u64>,
+    /// Extension: bytes of disk space; fewer than `size` if the file has holes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allocated: Option<u64>,
     /// Extension: target of the link at the end of the path, with U+FFFD for bytes that are not
     /// UTF-8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -201,6 +229,9 @@ pub struct OpenParams {
     /// Extension `fs/open#identity`: return the file's identity.
     #[serde(default, skip_serializing_if = "is_false")]
     pub identity: bool,
+    /// Extension `fs/open#createMode`: permission bits of a new file before the umask.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub create_mode: Option<u32>,
     /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
@@ -345,6 +376,10 @@ pub struct CreateDirectoryParams {
     /// Whether components of the path may be symbolic links.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,
+    /// Extension `fs/createDirectory#createMode`: permission bits of a new directory before the
+    /// umask; missing parents get the usual ones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub create_mode: Option<u32>,
     /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
@@ -377,6 +412,9 @@ pub struct ReadDirectoryParams {
     /// Extension `fs/readDirectory#links`: return the target of each link, and list dangling links.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub links: bool,
+    /// Extension `fs/readDirectory#metadata`: return the metadata of each entry.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub metadata: bool,
     /// Extension `fs/readDirectory#limit`: maximum number of entries of one page, 1 to 50,000.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit: Option<usize>,
@@ -416,6 +454,34 @@ pub struct DirectoryEntry {
     /// that are not UTF-8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub symlink_target: Option<String>,
+    /// Extension `fs/readDirectory#metadata`: metadata of the entry, if requested; of a link, the
+    /// metadata of the link itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<EntryMetadata>,
+}
+
+/// Metadata of a [`DirectoryEntry`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EntryMetadata {
+    /// Size in bytes.
+    pub size: u64,
+    /// Modification time in milliseconds since 1970.
+    pub modified_at_ms: i64,
+    /// Permission bits, including set-id and sticky bits.
+    pub mode: u32,
+    /// User id of the owner.
+    pub uid: u32,
+    /// Id of the owning group.
+    pub gid: u32,
+    /// Inode number.
+    pub inode: u64,
+    /// Number of the device that holds the inode.
+    pub device: u64,
+    /// Number of hard links.
+    pub hard_links: u64,
+    /// Bytes of disk space; fewer than `size` if the file has holes.
+    pub allocated: u64,
 }
 
 /// Params of [`Walk`].
@@ -528,6 +594,10 @@ pub struct CopyParams {
     pub destination_path: PathUri,
     /// Copy directories with everything below them.
     pub recursive: bool,
+    /// Extension `fs/copy#hardLink`: create a hard link to the source instead of a copy; replaces an
+    /// existing file.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub hard_link: bool,
     /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
@@ -588,6 +658,9 @@ pub struct SetMetadataParams {
     /// Modification time in milliseconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub modified_at_ms: Option<i64>,
+    /// Extension `fs/setMetadata#owner`: owner to set where the server may.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<FileOwner>,
     /// Whether components of the path may be symbolic links.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,

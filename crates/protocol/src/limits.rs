@@ -45,6 +45,10 @@ pub const MAX_READ_FILE_BYTES: u64 = 512 << 20;
 /// the response has a few values for each, and [`MAX_JSON_VALUES`] is what a peer takes.
 pub const MAX_PAGE_ENTRIES: usize = 50_000;
 
+/// 10,000: maximum number of entries in a page of a directory with metadata. An entry has 13 JSON
+/// values, and peers limit the number of values in a message.
+pub const MAX_METADATA_ENTRIES: usize = 10_000;
+
 /// Maximum number of bytes in an `after` of these: the base64 of a path, which has at most 4096.
 pub const MAX_CURSOR_BYTES: usize = 8 << 10;
 

@@ -288,7 +288,7 @@ table! {
     }
     FsCopy: fs::Copy = "fs/copy" (fs::CopyParams) -> Empty {
         family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: false,
-        extensions: [],
+        extensions: ["fs/copy#hardLink"],
         =>
         fn file_change(params: &fs::CopyParams) -> Option<FileChange<'_>> {
             Some(FileChange::between(&params.source_path, &params.destination_path))
@@ -296,7 +296,7 @@ table! {
     }
     FsCreateDirectory: fs::CreateDirectory = "fs/createDirectory" (fs::CreateDirectoryParams) -> Empty {
         family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: false,
-        extensions: [],
+        extensions: ["fs/createDirectory#createMode"],
         =>
         const GUARDED: SafeMembers = AT_PATHS;
         fn file_change(params: &fs::CreateDirectoryParams) -> Option<FileChange<'_>> {
@@ -314,7 +314,8 @@ table! {
     FsGetMetadata: fs::GetMetadata = "fs/getMetadata" (fs::GetMetadataParams) -> fs::MetadataResult {
         family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
         extensions: [
-            "fs/getMetadata#gid", "fs/getMetadata#inode", "fs/getMetadata#mode",
+            "fs/getMetadata#allocated", "fs/getMetadata#device", "fs/getMetadata#gid",
+            "fs/getMetadata#hardLinks", "fs/getMetadata#inode", "fs/getMetadata#mode",
             "fs/getMetadata#symlinkTarget", "fs/getMetadata#uid",
         ],
         =>
@@ -326,7 +327,9 @@ table! {
     }
     FsOpen: fs::Open = "fs/open" (fs::OpenParams) -> fs::OpenResult {
         family: Some("filesystem"), scopes: [FsRead, FsWrite], changes: Files, repeatable: false,
-        extensions: ["fs/open#atomic", "fs/open#identity", "fs/open#update"],
+        extensions: [
+            "fs/open#atomic", "fs/open#createMode", "fs/open#identity", "fs/open#update",
+        ],
         =>
         fn scopes(params: &fs::OpenParams) -> &'static [Scope] {
             if params.mode.writes() { &[FsWrite] } else { &[FsRead] }
@@ -343,7 +346,7 @@ table! {
         family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
         extensions: [
             "fs/readDirectory#after", "fs/readDirectory#limit", "fs/readDirectory#links",
-            "fs/readDirectory#next", "fs/readDirectory#path",
+            "fs/readDirectory#metadata", "fs/readDirectory#next", "fs/readDirectory#path",
         ],
     }
     FsReadFile: fs::ReadFile = "fs/readFile" (fs::ReadFileParams) -> fs::ReadFileResult {
@@ -375,7 +378,7 @@ table! {
     }
     FsSetMetadata: fs::SetMetadata = "fs/setMetadata" (fs::SetMetadataParams) -> Empty {
         family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: true,
-        extensions: ["fs/setMetadata"],
+        extensions: ["fs/setMetadata", "fs/setMetadata#owner"],
         =>
         const GUARDED: SafeMembers = AT_PATHS;
         fn file_change(params: &fs::SetMetadataParams) -> Option<FileChange<'_>> {
@@ -408,7 +411,10 @@ table! {
     }
     FsWriteFile: fs::WriteFile = "fs/writeFile" (fs::WriteFileParams) -> Empty {
         family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: true,
-        extensions: ["fs/writeFile#mode", "fs/writeFile#modifiedAtMs"],
+        extensions: [
+            "fs/writeFile#createMode", "fs/writeFile#mode", "fs/writeFile#modifiedAtMs",
+            "fs/writeFile#owner",
+        ],
         =>
         const GUARDED: SafeMembers = AT_PATHS;
         fn decode(raw: &str) -> serde_json::Result<fs::WriteFileParams> {

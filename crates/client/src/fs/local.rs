@@ -83,9 +83,10 @@ impl LocalFileSystem {
         &self,
         path: &PathUri,
         mode: OpenMode,
+        create: Option<u32>,
         sandbox: Option<Sandbox>,
     ) -> Result<Arc<LocalFile>, ExecServerError> {
-        let opening = self.engine()?.open_file(path, mode, sandbox)?;
+        let opening = self.engine()?.open_file(path, mode, create, sandbox)?;
         let file = blocking(move || Ok(opening.run()?)).await?;
         Ok(Arc::new(LocalFile {
             file: Arc::new(Mutex::new(Some(file))),
@@ -148,7 +149,9 @@ impl ExecutorFileSystem for LocalFileSystem {
         options: ReadStreamOptions,
     ) -> Reply<'a, FileReader> {
         Box::pin(async move {
-            let file = self.open(path, OpenMode::Read, options.sandbox).await?;
+            let file = self
+                .open(path, OpenMode::Read, None, options.sandbox)
+                .await?;
             Ok(FileReader::new(file, options.offset))
         })
     }
@@ -164,7 +167,9 @@ impl ExecutorFileSystem for LocalFileSystem {
                 WriteMode::Replace => OpenMode::Replace,
                 WriteMode::Update => OpenMode::Update,
             };
-            let file = self.open(path, mode, options.sandbox).await?;
+            let file = self
+                .open(path, mode, options.create_mode, options.sandbox)
+                .await?;
             Ok(FileWriter::new(file, options.offset))
         })
     }

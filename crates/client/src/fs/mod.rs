@@ -12,13 +12,13 @@ mod watch;
 
 use std::ffi::OsStr;
 use std::fmt;
-use std::path::Path;
+use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server_protocol::fs::{
-    self as wire, DirectoryEntry, FsMethod, FsRequest, FsResponse, HashResult, MetadataResult,
-    SearchResult, WalkOptions, WalkResult, WatchIgnore,
+    self as wire, DirectoryEntry, FileOwner, FsMethod, FsRequest, FsResponse, HashResult,
+    MetadataResult, SearchResult, WalkOptions, WalkResult, WatchIgnore,
 };
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::path::PathUriError;
@@ -152,6 +152,8 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             follow_symlinks: options.links.follow(),
             mode: options.mode,
             modified_at_ms: options.modified_at_ms,
+            create_mode: options.create_mode,
+            owner: options.owner,
             sandbox: options.sandbox,
         };
         done(call_typed::<wire::WriteFile, _>(self, params))
@@ -171,6 +173,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             path: path.clone(),
             recursive: options.recursive,
             follow_symlinks: options.links.follow(),
+            create_mode: options.create_mode,
             sandbox: options.sandbox,
         };
         done(call_typed::<wire::CreateDirectory, _>(self, params))
@@ -283,6 +286,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             source_path: from.clone(),
             destination_path: to.clone(),
             recursive: options.recursive,
+            hard_link: options.hard_link,
             sandbox: options.sandbox,
         };
         done(call_typed::<wire::Copy, _>(self, params))
@@ -319,6 +323,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
             path: path.clone(),
             mode: options.mode,
             modified_at_ms: options.modified_at_ms,
+            owner: options.owner,
             follow_symlinks: options.links.follow(),
             sandbox: options.sandbox,
         };
@@ -417,6 +422,12 @@ pub enum Feature {
     CreateSymlink,
     /// [`ReadDirectoryOptions::links`].
     ListLinks,
+    /// [`ReadDirectoryOptions::metadata`].
+    ListMetadata,
+    /// `create_mode` and `owner` of the options that have them.
+    Attributes,
+    /// [`CopyOptions::hard_link`].
+    HardLinks,
     /// Paged listings of any size: [`DirectoryPages`] and [`WalkPages`].
     Pages,
     /// [`ExecutorFileSystem::rename`].
@@ -464,6 +475,10 @@ pub struct WriteOptions {
     pub mode: Option<u32>,
     /// Modification time after the write, in milliseconds since 1970.
     pub modified_at_ms: Option<i64>,
+    /// Permission bits of a new file before the umask; needs [`Feature::Attributes`].
+    pub create_mode: Option<u32>,
+    /// Owner after the write, where it may be set; needs [`Feature::Attributes`].
+    pub owner: Option<FileOwner>,
     /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
@@ -484,6 +499,8 @@ pub struct WriteStreamOptions {
     pub mode: WriteMode,
     /// File offset of the first byte; a gap before it reads as zeros.
     pub offset: u64,
+    /// Permission bits of a new file before the umask; needs [`Feature::Attributes`].
+    pub create_mode: Option<u32>,
     /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
@@ -508,6 +525,8 @@ pub struct CreateDirectoryOptions {
     pub recursive: bool,
     /// Whether links are followed.
     pub links: Links,
+    /// Permission bits of a new directory before the umask; needs [`Feature::Attributes`].
+    pub create_mode: Option<u32>,
     /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
@@ -517,6 +536,7 @@ impl Default for CreateDirectoryOptions {
         Self {
             recursive: true,
             links: Links::Follow,
+            create_mode: None,
             sandbox: None,
         }
     }
@@ -528,6 +548,8 @@ pub struct ReadDirectoryOptions {
     /// List links as links, with their targets and including dangling ones; needs
     /// [`Feature::ListLinks`].
     pub links: bool,
+    /// Return the metadata of each entry; needs [`Feature::ListMetadata`].
+    pub metadata: bool,
     /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
@@ -595,6 +617,8 @@ pub struct RemoveOptions {
 pub struct CopyOptions {
     /// Copy a directory with all its content.
     pub recursive: bool,
+    /// Create a hard link to the source instead of a copy; needs [`Feature::HardLinks`].
+    pub hard_link: bool,
     /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
@@ -615,6 +639,8 @@ pub struct SetMetadata {
     pub mode: Option<u32>,
     /// Modification time, in milliseconds since 1970.
     pub modified_at_ms: Option<i64>,
+    /// Owner, where it may be set; needs [`Feature::Attributes`].
+    pub owner: Option<FileOwner>,
     /// Whether links are followed.
     pub links: Links,
     /// Sandbox policy of the operation.
@@ -700,6 +726,31 @@ impl Default for WatchOptions {
 /// ```
 pub fn uri(path: impl AsRef<Path>) -> Result<PathUri, ExecServerError> {
     PathUri::from_native(path.as_ref()).map_err(bad_path)
+}
+
+/// Returns the URI of a native absolute path that may contain `..`.
+///
+/// What is above a directory only its machine knows, since links may have led to it: `..` is resolved
+/// there, and never part of the URI.
+///
+/// # Errors
+///
+/// When the path is relative, or a directory before `..` does not exist.
+pub async fn resolve(
+    files: &dyn ExecutorFileSystem,
+    path: &Path,
+) -> Result<PathUri, ExecServerError> {
+    let mut exact = PathBuf::new();
+    for component in path.components() {
+        if component != Component::ParentDir {
+            exact.push(component);
+            continue;
+        }
+        let below = files.canonicalize(&uri(&exact)?, None).await?;
+        exact = below.to_native().map_err(bad_path)?;
+        exact.pop();
+    }
+    uri(exact)
 }
 
 /// Returns the URI of an entry in a directory.

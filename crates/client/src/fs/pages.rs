@@ -66,6 +66,7 @@ pub(super) fn directory(path: &PathUri, options: ReadDirectoryOptions) -> ReadDi
     ReadDirectoryParams {
         path: path.clone(),
         links: options.links,
+        metadata: options.metadata,
         limit: None,
         after: None,
         sandbox: options.sandbox,

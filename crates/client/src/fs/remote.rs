@@ -154,6 +154,8 @@ impl RemoteFileSystem {
             follow_symlinks,
             mode,
             modified_at_ms,
+            create_mode,
+            owner,
             sandbox,
         } = params;
         refuse_no_follow(follow_symlinks)?;
@@ -163,15 +165,17 @@ impl RemoteFileSystem {
                 false => WriteMode::Replace,
             },
             offset: 0,
+            create_mode,
             sandbox: sandbox.clone(),
         };
         let mut writer = self.open_write(&path, stream).await?;
         writer.write_chunk(data_base64.0).await?;
         writer.commit().await?;
-        if mode.is_some() || modified_at_ms.is_some() {
+        if mode.is_some() || modified_at_ms.is_some() || owner.is_some() {
             let change = SetMetadata {
                 mode,
                 modified_at_ms,
+                owner,
                 links: links(follow_symlinks),
                 sandbox,
             };
@@ -184,6 +188,7 @@ impl RemoteFileSystem {
         &self,
         path: &PathUri,
         mode: OpenMode,
+        create_mode: Option<u32>,
         sandbox: Option<Sandbox>,
     ) -> Result<Arc<RemoteFile>, ExecServerError> {
         // Created before the request: if the caller drops the future, no handle stays open.
@@ -191,6 +196,7 @@ impl RemoteFileSystem {
             files: self.clone(),
             path: path.clone(),
             mode,
+            create_mode,
             sandbox,
             identity: None,
             open: tokio::sync::Mutex::new(RemoteHandle {
@@ -201,7 +207,7 @@ impl RemoteFileSystem {
         let handle = file.open.get_mut();
         let (opened, generation) = match file
             .files
-            .open_handle(&handle.id, path, mode, &file.sandbox)
+            .open_handle(&handle.id, path, (mode, create_mode), &file.sandbox)
             .await
         {
             Ok(opened) => opened,
@@ -221,13 +227,14 @@ impl RemoteFileSystem {
         &self,
         handle_id: &str,
         path: &PathUri,
-        mode: OpenMode,
+        (mode, create_mode): (OpenMode, Option<u32>),
         sandbox: &Option<Sandbox>,
     ) -> Result<(wire::OpenResult, u64), ExecServerError> {
         let params = wire::OpenParams {
             handle_id: handle_id.to_owned(),
             path: path.clone(),
             mode,
+            create_mode,
             identity: self.client.supports(extension::OPEN_IDENTITY).await?,
             sandbox: sandbox.clone(),
         };
@@ -266,8 +273,18 @@ impl<'a> FsVisitor for SendRequest<'a> {
 /// Returns the extensions that a request needs.
 fn extensions(request: &FsRequest) -> Vec<&'static str> {
     match request {
+        FsRequest::SetMetadata(params) => {
+            let owner = params.owner.map(|_| extension::SET_METADATA_OWNER);
+            [Some(request.method()), owner]
+                .into_iter()
+                .flatten()
+                .collect()
+        }
+        FsRequest::CreateDirectory(params) if params.create_mode.is_some() => {
+            vec![extension::CREATE_DIRECTORY_MODE]
+        }
+        FsRequest::Copy(params) if params.hard_link => vec![extension::COPY_HARD_LINK],
         FsRequest::Rename(_)
-        | FsRequest::SetMetadata(_)
         | FsRequest::CreateSymlink(_)
         | FsRequest::Hash(_)
         | FsRequest::Search(_) => vec![request.method()],
@@ -275,7 +292,10 @@ fn extensions(request: &FsRequest) -> Vec<&'static str> {
             let links = params.links.then_some(extension::READ_DIRECTORY_LINKS);
             let pages = params.limit.is_some() || params.after.is_some();
             let pages = pages.then_some(extension::READ_DIRECTORY_PAGES);
-            links.into_iter().chain(pages).collect()
+            let metadata = params
+                .metadata
+                .then_some(extension::READ_DIRECTORY_METADATA);
+            [links, pages, metadata].into_iter().flatten().collect()
         }
         FsRequest::Walk(params) if params.limit.is_some() || params.after.is_some() => {
             vec![extension::WALK_PAGES]
@@ -285,7 +305,13 @@ fn extensions(request: &FsRequest) -> Vec<&'static str> {
             let modified = params
                 .modified_at_ms
                 .map(|_| extension::WRITE_FILE_MODIFIED);
-            mode.into_iter().chain(modified).collect()
+            let create = params.create_mode;
+            let create = create.map(|_| extension::WRITE_FILE_CREATE_MODE);
+            let owner = params.owner.map(|_| extension::WRITE_FILE_OWNER);
+            [mode, modified, create, owner]
+                .into_iter()
+                .flatten()
+                .collect()
         }
         _ => Vec::new(),
     }
@@ -319,6 +345,15 @@ impl ExecutorFileSystem for RemoteFileSystem {
             ],
             Feature::CreateSymlink => &[extension::CREATE_SYMLINK],
             Feature::ListLinks => &[extension::READ_DIRECTORY_LINKS],
+            Feature::ListMetadata => &[extension::READ_DIRECTORY_METADATA],
+            Feature::Attributes => &[
+                extension::WRITE_FILE_CREATE_MODE,
+                extension::WRITE_FILE_OWNER,
+                extension::OPEN_CREATE_MODE,
+                extension::CREATE_DIRECTORY_MODE,
+                extension::SET_METADATA_OWNER,
+            ],
+            Feature::HardLinks => &[extension::COPY_HARD_LINK],
             Feature::Pages => &[extension::READ_DIRECTORY_PAGES, extension::WALK_PAGES],
             Feature::Rename => &[extension::RENAME],
             Feature::Hash => &[extension::HASH],
@@ -354,7 +389,9 @@ impl ExecutorFileSystem for RemoteFileSystem {
         options: ReadStreamOptions,
     ) -> Reply<'a, FileReader> {
         Box::pin(async move {
-            let file = self.open(path, OpenMode::Read, options.sandbox).await?;
+            let file = self
+                .open(path, OpenMode::Read, None, options.sandbox)
+                .await?;
             Ok(FileReader::new(file, options.offset))
         })
     }
@@ -377,7 +414,12 @@ impl ExecutorFileSystem for RemoteFileSystem {
                 }
                 WriteMode::Replace => OpenMode::Replace,
             };
-            let file = self.open(path, mode, options.sandbox).await?;
+            if options.create_mode.is_some() {
+                self.client.require(extension::OPEN_CREATE_MODE).await?;
+            }
+            let file = self
+                .open(path, mode, options.create_mode, options.sandbox)
+                .await?;
             Ok(FileWriter::new(file, options.offset))
         })
     }
@@ -442,6 +484,7 @@ struct RemoteFile {
     files: RemoteFileSystem,
     path: PathUri,
     mode: OpenMode,
+    create_mode: Option<u32>,
     sandbox: Option<Sandbox>,
     /// Identity of the file on the server; absent if the server does not support it.
     identity: Option<String>,
@@ -507,7 +550,9 @@ impl RemoteFile {
             self.files.client.require(extension::OPEN_UPDATE).await?;
         }
         let id = uuid::Uuid::new_v4().simple().to_string();
-        let opening = self.files.open_handle(&id, &self.path, mode, &self.sandbox);
+        let opening =
+            self.files
+                .open_handle(&id, &self.path, (mode, self.create_mode), &self.sandbox);
         let (opened, generation) = opening.await?;
         if opened.identity != self.identity {
             // The stored handle stays the lost one, so that the next caller gets the same error.

@@ -301,6 +301,21 @@ impl FileWriter {
         Ok(())
     }
 
+    /// Leaves a gap of `count` bytes, which reads as zeros; on a new file it takes no disk space. A
+    /// gap at the end of a file is not created.
+    ///
+    /// # Errors
+    ///
+    /// When an earlier write failed.
+    pub async fn skip(&mut self, count: u64) -> Result<(), ExecServerError> {
+        if !self.buffer.is_empty() {
+            poll_fn(|cx| self.poll_capacity(cx)).await?;
+            self.send_buffer();
+        }
+        self.position += count;
+        Ok(())
+    }
+
     /// Waits until everything was written, and commits the file.
     ///
     /// # Errors

@@ -73,6 +73,8 @@ pub(crate) mod cases {
             sandbox,
             mode: None,
             modified_at_ms: None,
+            create_mode: None,
+            owner: None,
         })
     }
 

@@ -279,6 +279,7 @@ mod cases {
             mode: WriteMode::Update,
             offset: 3,
             sandbox: None,
+            ..WriteStreamOptions::default()
         };
         let mut stream = subject.files.open_write(&uri, options).await.unwrap();
         stream.write_all(b"XYZ").await.unwrap();
@@ -361,6 +362,7 @@ mod cases {
             let options = ReadDirectoryOptions {
                 links,
                 sandbox: None,
+                ..ReadDirectoryOptions::default()
             };
             let uri = subject.uri("a");
             let mut listed: Vec<_> = files
@@ -530,6 +532,7 @@ mod cases {
         let tree = CopyOptions {
             recursive: true,
             sandbox: None,
+            ..CopyOptions::default()
         };
         files.copy(&from, &to, tree).await.unwrap();
         assert_eq!(fs::read(subject.path("e/f")).unwrap(), b"x");
@@ -805,6 +808,7 @@ mod cases {
         let list = ReadDirectoryOptions {
             links: true,
             sandbox: sandbox.clone(),
+            ..ReadDirectoryOptions::default()
         };
         let mut listed = files
             .read_directory(&subject.uri("work"), list)
@@ -900,6 +904,7 @@ mod cases {
             mode,
             offset: 0,
             sandbox: sandbox(),
+            ..WriteStreamOptions::default()
         };
         let directory = CreateDirectoryOptions {
             sandbox: sandbox(),

@@ -1,7 +1,7 @@
 //! Every extension that the server lists is implemented.
 
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt, symlink};
 
 use exec_server_testkit::site::{HttpSite, answer};
 use exec_server_testkit::wire::{StartBuilder, Transport, WireClient};
@@ -83,6 +83,9 @@ async fn probe(client: &mut WireClient, name: &str) {
         }
         "session/end" => assert_eq!(client.ok(name, Value::Null).await, json!({})),
         name if name.starts_with("fs/getMetadata#")
+            || name.starts_with("fs/copy#")
+            || name.starts_with("fs/createDirectory#")
+            || name.starts_with("fs/setMetadata#")
             || name.starts_with("fs/open#")
             || name.starts_with("fs/readDirectory#")
             || name.starts_with("fs/walk#")
@@ -366,6 +369,69 @@ async fn probe_files(client: &mut WireClient, name: &str) {
             assert!(identities[0].is_string());
             assert_eq!(identities[0], identities[1]);
             assert_ne!(identities[0], identities[2]);
+        }
+        Some(("fs/open", "createMode")) => {
+            let open = json!({
+                "handleId": "h", "path": uri("new"), "mode": "update", "createMode": 0o600,
+            });
+            client.ok("fs/open", open).await;
+            client.ok("fs/close", json!({"handleId": "h"})).await;
+            assert_eq!(found(client, "new").await["mode"], 0o600);
+        }
+        Some(("fs/createDirectory", _)) => {
+            let params = json!({"path": uri("d"), "createMode": 0o750});
+            client.ok("fs/createDirectory", params).await;
+            assert_eq!(found(client, "d").await["mode"], 0o750);
+        }
+        Some(("fs/copy", _)) => {
+            std::fs::write(root.join("other"), "").unwrap();
+            for to in ["new", "other", "other"] {
+                let params = json!({
+                    "sourcePath": uri("f"), "destinationPath": uri(to), "recursive": false,
+                    "hardLink": true,
+                });
+                client.ok("fs/copy", params).await;
+                let inode = found(client, "f").await["inode"].clone();
+                assert_eq!(found(client, to).await["inode"], inode);
+            }
+            assert_eq!(found(client, "f").await["hardLinks"], 3);
+            assert_eq!(std::fs::read_dir(&root).unwrap().count(), 4);
+        }
+        Some((method @ ("fs/writeFile" | "fs/setMetadata"), "owner")) => {
+            let owner = json!({"uid": 4321, "gid": 8765});
+            let mut params = json!({"path": uri("f"), "owner": owner, "mode": 0o4755});
+            if method == "fs/writeFile" {
+                params["dataBase64"] = "".into();
+            }
+            client.ok(method, params).await;
+            let found = found(client, "f").await;
+            let is_kept = found["uid"] == 4321 && found["gid"] == 8765;
+            let mode = if is_kept { 0o4755 } else { 0o755 };
+            assert_eq!(found["mode"], mode, "{found}");
+            assert!(is_kept || !rustix::process::geteuid().is_root(), "{found}");
+        }
+        Some(("fs/writeFile", "createMode")) => {
+            for (name, mode) in [("new", 0o600), ("f", 0o644)] {
+                std::fs::set_permissions(root.join("f"), PermissionsExt::from_mode(0o644)).unwrap();
+                let params = json!({"path": uri(name), "dataBase64": "", "createMode": 0o600});
+                client.ok("fs/writeFile", params).await;
+                assert_eq!(found(client, name).await["mode"], mode, "{name}");
+            }
+        }
+        Some(("fs/readDirectory", "metadata")) => {
+            let params = json!({"path": uri(""), "links": true, "metadata": true});
+            let listed = client.ok("fs/readDirectory", params).await;
+            for entry in listed["entries"].as_array().unwrap() {
+                let name = entry["fileName"].as_str().unwrap();
+                let stat = std::fs::symlink_metadata(root.join(name)).unwrap();
+                let expected = json!({
+                    "size": stat.len(), "mode": stat.mode() & 0o7777, "uid": stat.uid(),
+                    "gid": stat.gid(), "inode": stat.ino(), "device": stat.dev(),
+                    "hardLinks": stat.nlink(), "allocated": stat.blocks() * 512,
+                    "modifiedAtMs": stat.mtime() * 1000 + stat.mtime_nsec() / 1_000_000,
+                });
+                assert_eq!(entry["metadata"], expected, "{name}");
+            }
         }
         Some(("fs/open" | "fs/close", mode)) => {
             let mode = if mode == "commit" { "atomic" } else { mode };

@@ -15,6 +15,7 @@ use exec_server_sync::RwLock;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, Statx, StatxFlags};
 use rustix::io::{Errno, ReadWriteFlags};
 
+use super::metadata::STAT_BLOCK_BYTES;
 use super::protected::is_ordinary;
 use super::{FsError, PathMetadata, SymlinkPolicy, at};
 
@@ -118,6 +119,9 @@ pub(crate) fn metadata_at_once(
         uid: found.stx_uid,
         gid: found.stx_gid,
         inode: found.stx_ino,
+        device: rustix::fs::makedev(found.stx_dev_major, found.stx_dev_minor),
+        hard_links: u64::from(found.stx_nlink),
+        allocated: found.stx_blocks.saturating_mul(STAT_BLOCK_BYTES),
         symlink_target: None,
     }))
 }

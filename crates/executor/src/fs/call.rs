@@ -9,15 +9,17 @@ use std::path::{Path, PathBuf};
 
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{
-    self as wire, CanonicalizeResult, FsMethod, FsRequest, FsResponse, HashResult, ReadFileResult,
+    self as wire, CanonicalizeResult, FsMethod, FsRequest, FsResponse, HashResult,
+    ReadDirectoryParams, ReadFileResult,
 };
+use exec_server_protocol::limits::MAX_METADATA_ENTRIES;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::text::hex;
 
 use super::page::ListingPage;
 use super::{
-    CancelCheck, Directory, FsError, LinkPosition, NewAttributes, SymlinkPolicy, Walked, at,
-    search, uri_of,
+    CancelCheck, Directory, FsError, LinkPosition, ListingFields, NewAttributes, SymlinkPolicy,
+    Walked, at, search, uri_of,
 };
 
 /// Result of a file request. Large data is not encoded yet; the caller encodes it.
@@ -84,12 +86,14 @@ fn read_whole(path: &Path, mut file: &File) -> Result<Vec<u8>, FsError> {
 /// [`FsError::Params`].
 pub(crate) fn check(request: &FsRequest) -> Result<(), FsError> {
     match request {
-        FsRequest::WriteFile(params) => check_mode(params.mode),
+        FsRequest::WriteFile(params) => {
+            check_mode(params.mode)?;
+            check_mode(params.create_mode)
+        }
+        FsRequest::CreateDirectory(params) => check_mode(params.create_mode),
         FsRequest::SetMetadata(params) => check_mode(params.mode),
         FsRequest::Search(params) => search::check(params),
-        FsRequest::ReadDirectory(params) => {
-            ListingPage::of(params.limit, params.after.as_deref()).map(drop)
-        }
+        FsRequest::ReadDirectory(params) => listing_page(params).map(drop),
         FsRequest::Walk(params) => {
             let page = ListingPage::of(params.limit, params.after.as_deref())?;
             if page.is_some() && params.options.follow_directory_symlinks {
@@ -104,6 +108,20 @@ pub(crate) fn check(request: &FsRequest) -> Result<(), FsError> {
         }
         _ => Ok(()),
     }
+}
+
+/// The page of a directory that a request describes. With metadata a listing always has pages.
+fn listing_page(params: &ReadDirectoryParams) -> Result<Option<ListingPage>, FsError> {
+    let limit = params
+        .limit
+        .or(params.metadata.then_some(MAX_METADATA_ENTRIES));
+    let mut page = ListingPage::of(limit, params.after.as_deref())?;
+    if let Some(page) = &mut page
+        && params.metadata
+    {
+        page.limit = page.limit.min(MAX_METADATA_ENTRIES);
+    }
+    Ok(page)
 }
 
 fn check_mode(mode: Option<u32>) -> Result<(), FsError> {
@@ -149,6 +167,8 @@ pub(crate) fn perform(
             let attributes = NewAttributes {
                 mode: params.mode,
                 modified_at_ms: params.modified_at_ms,
+                owner: params.owner,
+                create_mode: params.create_mode,
             };
             let data = params.data_base64.as_slice();
             let links = links(params.follow_symlinks);
@@ -162,7 +182,8 @@ pub(crate) fn perform(
         }
         FsRequest::CreateDirectory(params) => {
             let links = links(params.follow_symlinks);
-            super::create_directory(&native(&params.path)?, params.recursive, links)?;
+            let path = native(&params.path)?;
+            super::create_directory(&path, params.recursive, links, params.create_mode)?;
             done::<wire::CreateDirectory>()
         }
         FsRequest::Canonicalize(params) => {
@@ -173,9 +194,13 @@ pub(crate) fn perform(
         }
         FsRequest::ReadDirectory(params) => {
             let directory = native(&params.path)?;
-            let found = match ListingPage::of(params.limit, params.after.as_deref())? {
-                Some(page) => super::read_page(&directory, params.links, &page, cancelled)?,
-                None => super::read_directory(&directory, params.links, cancelled)?,
+            let fields = ListingFields {
+                links: params.links,
+                metadata: params.metadata,
+            };
+            let found = match listing_page(&params)? {
+                Some(page) => super::read_page(&directory, fields, &page, cancelled)?,
+                None => super::read_directory(&directory, fields, cancelled)?,
             };
             let path = params.path;
             return Ok(FileOutcome::Directory { path, found });
@@ -197,7 +222,10 @@ pub(crate) fn perform(
         FsRequest::Copy(params) => {
             let from = native(&params.source_path)?;
             let to = native(&params.destination_path)?;
-            super::copy(&from, &to, params.recursive, cancelled)?;
+            match params.hard_link {
+                true => super::hard_link(&from, &to)?,
+                false => super::copy(&from, &to, params.recursive, cancelled)?,
+            }
             done::<wire::Copy>()
         }
         FsRequest::Rename(params) => {
@@ -209,6 +237,8 @@ pub(crate) fn perform(
             let attributes = NewAttributes {
                 mode: params.mode,
                 modified_at_ms: params.modified_at_ms,
+                owner: params.owner,
+                create_mode: None,
             };
             let links = links(params.follow_symlinks);
             super::set_metadata(&native(&params.path)?, attributes, links)?;
@@ -279,6 +309,7 @@ mod tests {
             path: PathUri::default(),
             mode: Some(0o10000),
             modified_at_ms: None,
+            owner: None,
             follow_symlinks: true,
             sandbox: None,
         };

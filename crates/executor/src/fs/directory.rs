@@ -9,14 +9,15 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Component, Path, PathBuf};
 
 use exec_server_protocol::PathUri;
-use exec_server_protocol::fs::{DirectoryEntry, ReadDirectoryResult};
+use exec_server_protocol::fs::{DirectoryEntry, EntryMetadata, ReadDirectoryResult};
 use exec_server_sandbox::placeholder;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir};
 use rustix::io::Errno;
 use rustix::path::Arg;
 use serde::{Deserialize, Serialize};
 
-use super::open::{file_type, is_link, link, open, parent};
+use super::metadata::STAT_BLOCK_BYTES;
+use super::open::{file_type, is_link, link, open, parent, stat_in};
 use super::page::{ListingPage, cursor};
 use super::{CancelCheck, FsError, LinkPosition, SymlinkPolicy, at, protected};
 
@@ -235,6 +236,8 @@ pub struct Directory {
     names: DirectoryListing,
     /// Link targets with the index of their name, in index order.
     targets: Vec<(usize, Vec<u8>)>,
+    /// Metadata of each entry, if it was requested; `None` of a file of the server.
+    metadata: Vec<Option<EntryMetadata>>,
     /// The cursor of the next page, if there is one.
     pub next: Option<String>,
 }
@@ -250,6 +253,25 @@ impl Directory {
     /// Whether the value is consistent; a value from another process may be invalid.
     pub(crate) fn is_whole(&self) -> bool {
         self.names.is_whole()
+    }
+
+    /// Adds the metadata of all entries, which are in this directory.
+    fn add_metadata(&mut self, directory: impl AsFd, path: &Path) {
+        let mut metadata = Vec::with_capacity(self.names.len());
+        for (name, _) in self.names.iter() {
+            metadata.push(entry_metadata(&directory, name, path));
+        }
+        self.metadata = metadata;
+    }
+
+    /// Number of entries with metadata.
+    pub fn metadata_len(&self) -> usize {
+        self.metadata.len()
+    }
+
+    /// Metadata of the entry at an index, if it was requested.
+    pub fn metadata(&self, position: usize) -> Option<&EntryMetadata> {
+        self.metadata.get(position)?.as_ref()
     }
 
     /// Number of names.
@@ -274,12 +296,14 @@ impl Directory {
 
     /// The result of `fs/readDirectory` for the directory at this path.
     pub(super) fn into_result(self, directory: &PathUri) -> ReadDirectoryResult {
-        let entries = self.entries().map(|(name, kind, says)| DirectoryEntry {
+        let entries = self.entries().enumerate();
+        let entries = entries.map(|(position, (name, kind, says))| DirectoryEntry {
             file_name: name.to_string_lossy().into_owned(),
             is_directory: kind == EntryType::Directory,
             is_file: kind == EntryType::File,
             path: name.to_str().is_none().then(|| directory.child(name)),
             symlink_target: says.map(|says| says.to_string_lossy().into_owned()),
+            metadata: self.metadata(position).copied(),
         });
         ReadDirectoryResult {
             entries: entries.collect(),
@@ -288,10 +312,46 @@ impl Directory {
     }
 }
 
+/// Metadata of a directory entry; `None` if it was removed meanwhile, or belongs to the server.
+fn entry_metadata(directory: impl AsFd, name: &OsStr, path: &Path) -> Option<EntryMetadata> {
+    let stat = stat_in(&directory, name).ok()?;
+    if protected::is_protected_stat(&stat, || path.join(name)) {
+        return None;
+    }
+    Some(EntryMetadata {
+        size: u64::try_from(stat.st_size).unwrap_or(0),
+        modified_at_ms: stat
+            .st_mtime
+            .saturating_mul(1000)
+            .saturating_add(stat.st_mtime_nsec as i64 / 1_000_000),
+        mode: stat.st_mode & 0o7777,
+        uid: stat.st_uid,
+        gid: stat.st_gid,
+        inode: stat.st_ino,
+        device: stat.st_dev,
+        #[allow(
+            clippy::unnecessary_cast,
+            reason = "it has 32 bits on some architectures"
+        )]
+        hard_links: stat.st_nlink as u64,
+        allocated: u64::try_from(stat.st_blocks)
+            .unwrap_or(0)
+            .saturating_mul(STAT_BLOCK_BYTES),
+    })
+}
+
+/// What a listing contains in addition to names and types.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ListingFields {
+    /// Targets of links; dangling links are listed too.
+    pub links: bool,
+    /// Metadata of each entry.
+    pub metadata: bool,
+}
+
 /// The names in a directory, unsorted. A link has the type of its target.
 ///
-/// Dangling links are left out, unless `with_links` is set: then all links are listed with their
-/// targets.
+/// Dangling links are left out, unless link targets are requested.
 ///
 /// # Errors
 ///
@@ -299,7 +359,7 @@ impl Directory {
 /// error.
 pub fn read_directory(
     path: &Path,
-    with_links: bool,
+    fields: ListingFields,
     cancelled: CancelCheck<'_>,
 ) -> Result<Directory, FsError> {
     let directory = open_directory(path)?;
@@ -307,7 +367,7 @@ pub fn read_directory(
     let mut count = 0;
     each_name(&directory, cancelled, |directory, name, kind| {
         let (kind, says) = match kind {
-            EntryType::Symlink => match through(directory, name, with_links) {
+            EntryType::Symlink => match through(directory, name, fields.links) {
                 Some(led) => led,
                 None => return,
             },
@@ -322,6 +382,9 @@ pub fn read_directory(
     if count > MAX_DIRECTORY_ENTRIES {
         return Err(FsError::TooManyEntries(count));
     }
+    if fields.metadata {
+        found.add_metadata(&directory, path);
+    }
     Ok(found)
 }
 
@@ -334,7 +397,7 @@ pub fn read_directory(
 /// [`FsError::Cancelled`], or an IO error.
 pub(super) fn read_page(
     path: &Path,
-    with_links: bool,
+    fields: ListingFields,
     page: &ListingPage,
     cancelled: CancelCheck<'_>,
 ) -> Result<Directory, FsError> {
@@ -351,16 +414,23 @@ pub(super) fn read_page(
         found.next = names.max_by(|one, other| order(one, other)).map(cursor);
     }
     if names.iter().all(|(_, kind)| kind != EntryType::Symlink) {
-        return Ok(Directory { names, ..found });
+        found.names = names;
+        if fields.metadata {
+            found.add_metadata(&directory, path);
+        }
+        return Ok(found);
     }
     for (name, kind) in names.iter() {
         let led = match kind {
-            EntryType::Symlink => through(directory.as_fd(), name, with_links),
+            EntryType::Symlink => through(directory.as_fd(), name, fields.links),
             other => Some((other, None)),
         };
         if let Some((kind, says)) = led {
             found.push(name.as_bytes(), kind, says);
         }
+    }
+    if fields.metadata {
+        found.add_metadata(&directory, path);
     }
     Ok(found)
 }
@@ -423,19 +493,26 @@ pub fn canonicalize(path: &Path) -> Result<PathBuf, FsError> {
 }
 
 /// Creates a directory. With `recursive` also creates its parents, and succeeds if it exists.
+/// `mode` is that of a new directory before the umask; new parents get the usual one.
 ///
 /// # Errors
 ///
 /// [`FsError::Symlink`] when links are refused and the path contains one, or an IO error.
-pub fn create_directory(path: &Path, recursive: bool, links: SymlinkPolicy) -> Result<(), FsError> {
+pub fn create_directory(
+    path: &Path,
+    recursive: bool,
+    links: SymlinkPolicy,
+    mode: Option<u32>,
+) -> Result<(), FsError> {
+    let mode = mode.map_or(NEW_MODE, |mode| Mode::from_raw_mode(mode & 0o1777));
     match (links, recursive) {
-        (SymlinkPolicy::Follow, true) => create_all(path),
-        (SymlinkPolicy::Follow, false) => create_following(path),
-        (SymlinkPolicy::Refuse, true) => create_stepwise(path),
+        (SymlinkPolicy::Follow, true) => create_all(path, mode),
+        (SymlinkPolicy::Follow, false) => create_following(path, mode),
+        (SymlinkPolicy::Refuse, true) => create_stepwise(path, mode),
         (SymlinkPolicy::Refuse, false) => {
             let (directory, name) = parent(path, links)?;
             protected::check_entry(&directory, name, path)?;
-            match rustix::fs::mkdirat(&directory, name, NEW_MODE) {
+            match rustix::fs::mkdirat(&directory, name, mode) {
                 Err(Errno::EXIST) if is_link(&directory, name) => {
                     Err(link(path, LinkPosition::Leaf))
                 }
@@ -446,18 +523,18 @@ pub fn create_directory(path: &Path, recursive: bool, links: SymlinkPolicy) -> R
 }
 
 /// Creates a directory in an existing one.
-pub(super) fn create_following(path: &Path) -> Result<(), FsError> {
+pub(super) fn create_following(path: &Path, mode: Mode) -> Result<(), FsError> {
     let Some(_) = path.file_name() else {
         // The path is the root directory, which exists.
         return Err(at(path)(Errno::EXIST));
     };
     let (directory, name) = parent(path, SymlinkPolicy::Follow)?;
     protected::check_entry(&directory, name, path)?;
-    rustix::fs::mkdirat(&directory, name, NEW_MODE).map_err(at(path))
+    rustix::fs::mkdirat(&directory, name, mode).map_err(at(path))
 }
 
 /// Creates a directory and its missing parents.
-pub(super) fn create_all(path: &Path) -> Result<(), FsError> {
+pub(super) fn create_all(path: &Path, mode: Mode) -> Result<(), FsError> {
     let exists = |path: &Path| {
         let flags = OFlags::PATH | OFlags::DIRECTORY;
         open(path, flags, Mode::empty(), SymlinkPolicy::Follow).map(drop)
@@ -483,7 +560,8 @@ pub(super) fn create_all(path: &Path) -> Result<(), FsError> {
         }
     }
     for directory in missing.into_iter().rev() {
-        match create_following(directory) {
+        let mode = if directory == path { mode } else { NEW_MODE };
+        match create_following(directory, mode) {
             Ok(()) => {}
             // Another process created it meanwhile, or it is a link to a missing directory.
             Err(FsError::Io { source, .. })
@@ -499,7 +577,7 @@ pub(super) fn create_all(path: &Path) -> Result<(), FsError> {
 pub(super) const NEW_MODE: Mode = Mode::from_raw_mode(0o777);
 
 /// Opens each directory relative to the one before, so that no link is followed.
-fn create_stepwise(path: &Path) -> Result<(), FsError> {
+fn create_stepwise(path: &Path, mode: Mode) -> Result<(), FsError> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let mut directory = rustix::fs::open("/", flags, Mode::empty()).map_err(at(path))?;
     let mut steps = path
@@ -512,7 +590,8 @@ fn create_stepwise(path: &Path) -> Result<(), FsError> {
         let mut opened = rustix::fs::openat(&directory, name, flags, Mode::empty());
         if matches!(opened, Err(Errno::NOENT)) {
             protected::check_entry(&directory, name, path)?;
-            match rustix::fs::mkdirat(&directory, name, NEW_MODE) {
+            let mode = if last { mode } else { NEW_MODE };
+            match rustix::fs::mkdirat(&directory, name, mode) {
                 // Another process created it meanwhile.
                 Ok(()) | Err(Errno::EXIST) => {}
                 Err(error) => return Err(at(path)(error)),
@@ -545,6 +624,13 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
+
+    fn fields(links: bool) -> ListingFields {
+        ListingFields {
+            links,
+            metadata: false,
+        }
+    }
 
     #[test]
     fn names_sort_by_text() {
@@ -588,16 +674,16 @@ mod tests {
         fs::write(dir.join("file"), "").unwrap();
         symlink("real", dir.join("via")).unwrap();
         for links in [SymlinkPolicy::Follow, SymlinkPolicy::Refuse] {
-            create_directory(&dir.join("a/b/c"), true, links).unwrap();
+            create_directory(&dir.join("a/b/c"), true, links, None).unwrap();
             assert!(dir.join("a/b/c").is_dir());
             fs::remove_dir_all(dir.join("a")).unwrap();
-            create_directory(&dir.join("a"), false, links).unwrap();
-            assert!(create_directory(&dir.join("a"), false, links).is_err());
-            assert!(create_directory(&dir.join("no/b"), false, links).is_err());
+            create_directory(&dir.join("a"), false, links, None).unwrap();
+            assert!(create_directory(&dir.join("a"), false, links, None).is_err());
+            assert!(create_directory(&dir.join("no/b"), false, links, None).is_err());
             fs::remove_dir(dir.join("a")).unwrap();
-            let over = create_directory(&dir.join("file"), true, links).unwrap_err();
+            let over = create_directory(&dir.join("file"), true, links, None).unwrap_err();
             assert!(over.to_string().contains("exists"), "{over}");
-            assert!(create_directory(&dir.join("file/x"), true, links).is_err());
+            assert!(create_directory(&dir.join("file/x"), true, links, None).is_err());
         }
         for (path, recursive, place) in [
             ("via/x", true, LinkPosition::Parent),
@@ -605,7 +691,7 @@ mod tests {
             ("via", true, LinkPosition::Leaf),
             ("via", false, LinkPosition::Leaf),
         ] {
-            match create_directory(&dir.join(path), recursive, SymlinkPolicy::Refuse) {
+            match create_directory(&dir.join(path), recursive, SymlinkPolicy::Refuse, None) {
                 Err(FsError::Symlink { at, .. }) => assert_eq!(at, place, "{path}"),
                 other => panic!("{path}: {other:?}"),
             }
@@ -621,7 +707,9 @@ mod tests {
         symlink("d", dir.path().join("ld")).unwrap();
         symlink("f", dir.path().join("lf")).unwrap();
         symlink("nowhere", dir.path().join("dangling")).unwrap();
-        let mut listing = read_directory(dir.path(), false, &|| false).unwrap().names;
+        let mut listing = read_directory(dir.path(), ListingFields::default(), &|| false)
+            .unwrap()
+            .names;
         listing.sort();
         let found: Vec<_> = listing
             .iter()
@@ -665,7 +753,7 @@ mod tests {
             };
             let mut seen: Vec<Vec<u8>> = Vec::new();
             loop {
-                let found = read_page(dir.path(), with_links, &page, &|| false).unwrap();
+                let found = read_page(dir.path(), fields(with_links), &page, &|| false).unwrap();
                 assert!(found.len() <= limit);
                 let mut names: Vec<_> = found
                     .entries()

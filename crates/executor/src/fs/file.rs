@@ -13,9 +13,9 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use sha2::{Digest as _, Sha256};
 
-use super::metadata::modified;
+use super::metadata::{modified, set_owner};
 use super::open::open;
-use super::replace::{Replacement, ReplacementDescription, WriteTarget, target};
+use super::replace::{NEW_FILE_MODE, Replacement, ReplacementDescription, WriteTarget, target};
 use super::{CancelCheck, FsError, NewAttributes, SymlinkPolicy, at, check_cancelled, protected};
 use crate::sandbox::files::ConfinedFiles;
 
@@ -113,10 +113,9 @@ pub fn write_file(
     };
     protected::check_entry(&directory, &name, path)?;
     let replaced = (|| {
-        let mut replacement = Replacement::begin(directory, &name, existing.as_ref())?;
-        if let Some(mode) = attributes.mode {
-            replacement.set_mode(Mode::from_raw_mode(mode & 0o7777))?;
-        }
+        let create = attributes.creation_mode();
+        let mut replacement = Replacement::begin(directory, &name, existing.as_ref(), create)?;
+        replacement.set_attributes(&attributes)?;
         replacement.write_at(0, data)?;
         replacement.release_preallocation();
         if let Some(modified_at_ms) = attributes.modified_at_ms {
@@ -153,7 +152,14 @@ fn write_in_place(
         file.set_len(0).map_err(at(path))?;
     }
     (&file).write_all(data).map_err(at(path))?;
-    if let Some(mode) = attributes.mode {
+    let mut mode = attributes.mode;
+    if let Some(owner) = attributes.owner {
+        let found = file.metadata().map_err(at(path))?;
+        mode = set_owner(owner, (found.uid(), found.gid()), mode, |uid, gid| {
+            rustix::fs::fchown(&file, uid, gid)
+        });
+    }
+    if let Some(mode) = mode {
         rustix::fs::fchmod(&file, Mode::from_raw_mode(mode & 0o7777)).map_err(at(path))?;
     }
     if let Some(modified_at_ms) = attributes.modified_at_ms {
@@ -189,20 +195,21 @@ pub(crate) enum TransferredFile {
 }
 
 impl OpenFile {
-    /// Opens a file, following links.
+    /// Opens a file, following links. `create` is the mode of a new file before the umask.
     ///
     /// # Errors
     ///
     /// [`FsError::NotAFile`] for anything but a regular file, or an IO error.
-    pub fn open(path: &Path, mode: OpenMode) -> Result<Self, FsError> {
+    pub fn open(path: &Path, mode: OpenMode, create: Option<u32>) -> Result<Self, FsError> {
+        let create = create.map_or(NEW_FILE_MODE, |mode| Mode::from_raw_mode(mode & 0o777));
         let access = match mode {
             OpenMode::Read => OpenAccess::Direct(open_file(path, SymlinkPolicy::Follow)?),
             OpenMode::Replace => {
-                let file = create_in_place(path)?;
+                let file = create_in_place(path, create)?;
                 file.set_len(0).map_err(at(path))?;
                 OpenAccess::Direct(file)
             }
-            OpenMode::Update => OpenAccess::Direct(create_in_place(path)?),
+            OpenMode::Update => OpenAccess::Direct(create_in_place(path, create)?),
             OpenMode::Atomic => match target(path, SymlinkPolicy::Follow)? {
                 WriteTarget::Special => return Err(FsError::NotAFile(path.to_owned())),
                 WriteTarget::File {
@@ -211,7 +218,7 @@ impl OpenFile {
                     existing,
                 } => {
                     protected::check_entry(&directory, &name, path)?;
-                    let opened = Replacement::begin(directory, &name, existing.as_ref());
+                    let opened = Replacement::begin(directory, &name, existing.as_ref(), create);
                     OpenAccess::Aside(opened.map_err(at(path))?)
                 }
             },
@@ -347,7 +354,7 @@ pub(crate) fn rename_into_place(
 }
 
 /// Opens for writing; creates the file if it is missing and keeps its content.
-fn create_in_place(path: &Path) -> Result<File, FsError> {
+fn create_in_place(path: &Path, create: Mode) -> Result<File, FsError> {
     // Opening a pipe for writing would already affect its reader.
     if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
         return Err(FsError::NotAFile(path.to_owned()));
@@ -365,7 +372,7 @@ fn create_in_place(path: &Path) -> Result<File, FsError> {
     protected::check_entry(&directory, &name, path)?;
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY;
-    let made = rustix::fs::openat(&directory, &name, flags, Mode::from_raw_mode(0o666));
+    let made = rustix::fs::openat(&directory, &name, flags, create);
     let file = File::from(made.map_err(at(path))?);
     protected::check(&file, path, flags)?;
     regular(file, path)
@@ -466,6 +473,7 @@ mod tests {
             let attributes = NewAttributes {
                 mode: Some(0o2701),
                 modified_at_ms: Some(1_234_567),
+                ..NewAttributes::default()
             };
             write_file(&path, b"x", links, attributes).unwrap();
             let found = super::super::metadata(&path, links).unwrap();
@@ -490,6 +498,7 @@ mod tests {
             let attributes = NewAttributes {
                 mode: None,
                 modified_at_ms: Some(1_234_567),
+                ..NewAttributes::default()
             };
             write_file(&path, &data, SymlinkPolicy::Follow, attributes).unwrap();
             assert!(fs::read(&path).unwrap() == data, "{len}");
@@ -497,7 +506,7 @@ mod tests {
             assert_eq!(found.modified_at_ms, 1_234_567);
             assert!(room(&path) < (len + MIB) as u64, "{len}: {}", room(&path));
 
-            let mut file = OpenFile::open(&path, OpenMode::Atomic).unwrap();
+            let mut file = OpenFile::open(&path, OpenMode::Atomic, None).unwrap();
             for (index, part) in data.chunks(MIB / 2).enumerate() {
                 file.write_at((index * MIB / 2) as u64, part).unwrap();
             }
@@ -506,7 +515,7 @@ mod tests {
             assert!(room(&path) < (len + MIB) as u64, "{len}: {}", room(&path));
         }
         // Skipped ranges have no data and take no space, whatever the order of writes.
-        let mut file = OpenFile::open(&path, OpenMode::Atomic).unwrap();
+        let mut file = OpenFile::open(&path, OpenMode::Atomic, None).unwrap();
         for mib in [40, 2, 0, 20] {
             file.write_at((mib * MIB) as u64, &bytes(2 * MIB)).unwrap();
         }
@@ -574,12 +583,12 @@ mod tests {
         fs::write(&path, "old").unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
         symlink("f", dir.path().join("link")).unwrap();
-        let mut dropped = OpenFile::open(&path, OpenMode::Atomic).unwrap();
+        let mut dropped = OpenFile::open(&path, OpenMode::Atomic, None).unwrap();
         dropped.write_at(0, b"never").unwrap();
         assert_eq!(names(dir.path()).len(), 3);
         drop(dropped);
         assert_eq!(names(dir.path()), ["f", "link"]);
-        let mut open = OpenFile::open(&dir.path().join("link"), OpenMode::Atomic).unwrap();
+        let mut open = OpenFile::open(&dir.path().join("link"), OpenMode::Atomic, None).unwrap();
         open.write_at(3, b"new").unwrap();
         open.write_at(0, b"all").unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"old");
@@ -593,24 +602,24 @@ mod tests {
     fn in_place_blocks_are_written_immediately() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("f");
-        let mut update = OpenFile::open(&path, OpenMode::Update).unwrap();
+        let mut update = OpenFile::open(&path, OpenMode::Update, None).unwrap();
         update.write_at(4, b"tail").unwrap();
         drop(update);
-        let mut update = OpenFile::open(&path, OpenMode::Update).unwrap();
+        let mut update = OpenFile::open(&path, OpenMode::Update, None).unwrap();
         update.write_at(0, b"he").unwrap();
         update.commit().unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"he\0\0tail");
-        let mut read = OpenFile::open(&path, OpenMode::Read).unwrap();
+        let mut read = OpenFile::open(&path, OpenMode::Read, None).unwrap();
         let mut buffer = [0; 6];
         assert_eq!(read.read_at(4, &mut buffer).unwrap(), 4);
         assert_eq!(&buffer[..4], b"tail");
         assert!(read.write_at(0, b"x").is_err());
-        let replace = OpenFile::open(&path, OpenMode::Replace).unwrap();
+        let replace = OpenFile::open(&path, OpenMode::Replace, None).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"");
         assert!(replace.read_at(0, &mut buffer).is_err());
         for mode in [OpenMode::Replace, OpenMode::Update, OpenMode::Atomic] {
             assert!(matches!(
-                OpenFile::open(dir.path(), mode),
+                OpenFile::open(dir.path(), mode, None),
                 Err(FsError::NotAFile(_))
             ));
         }

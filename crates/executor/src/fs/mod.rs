@@ -6,6 +6,7 @@
 
 mod cached;
 mod call;
+mod content;
 mod directory;
 mod file;
 mod gitignore;
@@ -32,13 +33,15 @@ pub use call::FileOutcome;
 pub(crate) use call::{check, links, native, perform};
 use directory::read_page;
 pub use directory::{
-    Directory, DirectoryListing, EntryType, MAX_DIRECTORY_ENTRIES, canonicalize, create_directory,
-    read_directory,
+    Directory, DirectoryListing, EntryType, ListingFields, MAX_DIRECTORY_ENTRIES, canonicalize,
+    create_directory, read_directory,
 };
 pub use file::{OpenFile, hash, open_file, read_at, readable_size, write_file};
 pub(crate) use file::{TransferredFile, open_sized, rename_into_place};
 pub(crate) use metadata::entry;
-pub use metadata::{NewAttributes, PathMetadata, create_symlink, metadata, set_metadata};
+pub use metadata::{
+    NewAttributes, PathMetadata, create_symlink, hard_link, metadata, set_metadata,
+};
 pub(crate) use protected::{ProtectedFiles, protect_received, protected_files};
 pub use protected::{protect, protect_also};
 pub(crate) use replace::ReplacementDescription;

@@ -535,6 +535,12 @@ fn check_name(
     Ok(())
 }
 
+/// Whether the file with this stat, found at a path without following a link, is protected.
+pub(super) fn is_protected_stat(stat: &Stat, path: impl FnOnce() -> PathBuf) -> bool {
+    let changed = (stat.st_ctime, stat.st_ctime_nsec as i64);
+    is_protected(id(stat), changed, || Some(path()))
+}
+
 /// Whether a directory that a watch would register is protected.
 pub(super) fn is_protected_directory(path: &Path) -> bool {
     recent().is_some_and(|found| {

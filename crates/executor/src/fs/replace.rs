@@ -12,11 +12,18 @@ use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, RenameFlags, Stat, Uid};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
+use super::metadata::set_owner;
 use super::open::{file_type, link, parent, same, stat_in};
-use super::{FsError, LinkPosition, SymlinkPolicy, at};
+use super::{FsError, LinkPosition, NewAttributes, SymlinkPolicy, at};
 
 /// 8 MiB: the disk space preallocated in one step.
 const STEP_BYTES: usize = 8 << 20;
+
+/// Mode of a file whose final mode is set after its creation.
+const PRIVATE_MODE: Mode = Mode::from_raw_mode(0o600);
+
+/// Mode of a new file before the umask, unless the request has one.
+pub(super) const NEW_FILE_MODE: Mode = Mode::from_raw_mode(0o666);
 
 /// A temporary file with a hidden name that replaces another file, or is removed when dropped.
 #[derive(Debug)]
@@ -63,13 +70,22 @@ pub(super) enum WriteTarget {
 }
 
 impl Replacement {
-    /// Creates a temporary file beside `name`, with owner and mode of `like`, or those of a new
-    /// file.
-    pub(super) fn begin(directory: OwnedFd, name: &OsStr, like: Option<&Stat>) -> io::Result<Self> {
+    /// Creates a temporary file beside `name`, with owner and mode of `like`, or with the mode
+    /// `create` minus the umask.
+    pub(super) fn begin(
+        directory: OwnedFd,
+        name: &OsStr,
+        like: Option<&Stat>,
+        create: Mode,
+    ) -> io::Result<Self> {
         let temporary = temporary_name();
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-        // 0666 minus the umask, like any new file.
-        let fd = rustix::fs::openat(&directory, &temporary, flags, Mode::from_raw_mode(0o666))?;
+        // Only its owner may open a file whose owner and mode are set below.
+        let create = match like {
+            Some(_) => PRIVATE_MODE,
+            None => create,
+        };
+        let fd = rustix::fs::openat(&directory, &temporary, flags, create)?;
         let mut replacement = Self {
             directory,
             temporary,
@@ -96,6 +112,22 @@ impl Replacement {
             let _ = rustix::fs::fchown(&self.file, Some(owner), Some(group));
         }
         self.set_mode(Mode::from_raw_mode(like.st_mode))
+    }
+
+    /// Sets owner and mode.
+    pub(super) fn set_attributes(&mut self, attributes: &NewAttributes) -> io::Result<()> {
+        let mut mode = attributes.mode;
+        if let Some(owner) = attributes.owner {
+            let own = rustix::fs::fstat(&self.file)?;
+            let file = &self.file;
+            mode = set_owner(owner, (own.st_uid, own.st_gid), mode, |uid, gid| {
+                rustix::fs::fchown(file, uid, gid)
+            });
+        }
+        match mode {
+            Some(mode) => self.set_mode(Mode::from_raw_mode(mode & 0o7777)),
+            None => Ok(()),
+        }
     }
 
     /// Sets the final mode of the file.

@@ -5,7 +5,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
-use std::io::{self, Read as _};
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, RenameFlags, Stat, Timestamps, Uid};
 use rustix::io::Errno;
 
+use super::content::copy_content;
 use super::directory::{
     DirectoryListing, EntryType, NEW_MODE, canonicalize, create_all, create_following,
 };
@@ -174,9 +175,9 @@ pub fn copy(
                 return Err(FsError::CopyIntoItself);
             }
             if let Some(parent) = destination.parent() {
-                create_all(parent)?;
+                create_all(parent, NEW_MODE)?;
             }
-            let fresh = match create_following(destination) {
+            let fresh = match create_following(destination, NEW_MODE) {
                 Ok(()) => true,
                 Err(FsError::Io { source, .. })
                     if source.kind() == io::ErrorKind::AlreadyExists =>
@@ -228,30 +229,13 @@ fn copy_file(source: &Path, destination: &Path, cancelled: CancelCheck<'_>) -> R
             directory, name, ..
         } => {
             protected::check_entry(&directory, &name, destination)?;
-            let replacement = Replacement::begin(directory, &name, None);
+            let create = Mode::from_raw_mode(0o600);
+            let replacement = Replacement::begin(directory, &name, None, create);
             let mut replacement = replacement.map_err(at(destination))?;
-            let mode = Mode::from_raw_mode(found.st_mode);
+            let mode = mode_of_copy(replacement.file(), &found).map_err(at(destination))?;
             replacement.set_mode(mode).map_err(at(destination))?;
             copy_content(&from, replacement.file(), destination, cancelled)?;
             replacement.commit().map_err(at(destination))
-        }
-    }
-}
-
-/// Copies the content within the kernel; shares blocks where the filesystem supports it.
-fn copy_content(
-    from: &File,
-    mut to: &File,
-    destination: &Path,
-    cancelled: CancelCheck<'_>,
-) -> Result<(), FsError> {
-    /// Bytes copied between two checks for cancellation.
-    const STEP_BYTES: u64 = 64 << 20;
-    loop {
-        check_cancelled(cancelled)?;
-        let copied = io::copy(&mut from.take(STEP_BYTES), &mut to).map_err(at(destination))?;
-        if copied < STEP_BYTES {
-            return Ok(());
         }
     }
 }
@@ -408,9 +392,11 @@ impl CopyLevel {
                     return Err(at(path)(Errno::ISDIR));
                 }
                 let directory = self.to.try_clone().map_err(at(path))?;
-                let replacement = Replacement::begin(directory, name, None);
+                let create = Mode::from_raw_mode(0o600);
+                let replacement = Replacement::begin(directory, name, None, create);
                 let mut replacement = replacement.map_err(at(path))?;
                 copy_content(&from, replacement.file(), path, cancelled)?;
+                let mode = mode_of_copy(replacement.file(), &found).map_err(at(path))?;
                 replacement.set_mode(mode).map_err(at(path))?;
                 replacement.commit().map_err(at(path))
             }
@@ -440,11 +426,22 @@ fn copy_metadata(to: impl AsFd, like: &Stat, fidelity: Fidelity) -> Result<(), E
         // Only root can always change the owner.
         let _ = rustix::fs::fchown(to, owner, group);
     }
-    rustix::fs::fchmod(to, Mode::from_raw_mode(like.st_mode))?;
+    rustix::fs::fchmod(to, mode_of_copy(to, like)?)?;
     if fidelity == Fidelity::All {
         rustix::fs::futimens(to, &times(like))?;
     }
     Ok(())
+}
+
+/// Mode for a copy of a file: without set-id bits if the copy belongs to another user or group, since
+/// it would then run with other rights than its source.
+fn mode_of_copy(copy: impl AsFd, like: &Stat) -> Result<Mode, Errno> {
+    let mode = Mode::from_raw_mode(like.st_mode);
+    let own = rustix::fs::fstat(copy)?;
+    match (own.st_uid, own.st_gid) == (like.st_uid, like.st_gid) {
+        true => Ok(mode),
+        false => Ok(mode - (Mode::SUID | Mode::SGID)),
+    }
 }
 
 fn owners(stat: &Stat) -> (Option<Uid>, Option<Gid>) {

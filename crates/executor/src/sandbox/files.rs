@@ -243,11 +243,16 @@ impl PolicyFiles {
     /// # Errors
     ///
     /// Like [`OpenFile::open`], or the reason why the policy cannot be enforced.
-    pub fn open(&self, path: &Path, mode: OpenMode) -> Result<OpenFile, FsError> {
+    pub fn open(
+        &self,
+        path: &Path,
+        mode: OpenMode,
+        create: Option<u32>,
+    ) -> Result<OpenFile, FsError> {
         let Some(HelperWork { confined, key }) = self.work()? else {
-            return OpenFile::open(path, mode);
+            return OpenFile::open(path, mode, create);
         };
-        let frame = confined.request(&key, &HelperRequest::Open(text(path), mode))?;
+        let frame = confined.request(&key, &HelperRequest::Open(text(path), mode, create))?;
         let opened = match frame.head {
             HelperResponse::File => {
                 one(frame.descriptors).map(|file| TransferredFile::Direct(file.into()))

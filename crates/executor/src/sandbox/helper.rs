@@ -60,7 +60,7 @@ pub(super) enum HelperRequest {
         /// Returns the content of a file of at most this many bytes; a longer file is opened.
         most: u32,
     },
-    Open(SystemText, OpenMode),
+    Open(SystemText, OpenMode, Option<u32>),
     /// With descriptors of the directory and the file.
     Place(SystemText, ReplacementDescription),
 }
@@ -468,12 +468,12 @@ fn perform(
             uncreatable_paths.check(&request)?;
             call(request, socket)
         }
-        HelperRequest::Open(path, mode) => {
+        HelperRequest::Open(path, mode, create) => {
             let path = path_of(path);
             if mode != OpenMode::Read {
                 uncreatable_paths.check_created(&path)?;
             }
-            Ok(match OpenFile::open(&path, mode)?.send()? {
+            Ok(match OpenFile::open(&path, mode, create)?.send()? {
                 fs::TransferredFile::Direct(file) => {
                     HelperOutcome::with(HelperResponse::File, vec![file.into()])
                 }

@@ -31,6 +31,9 @@ const LISTING_BYTES: usize = 1 << 20;
 /// Bytes of an entry of a listing in addition to its name.
 const ENTRY_BYTES: usize = 64;
 
+/// Bytes of the metadata of an entry.
+const METADATA_BYTES: usize = 192;
+
 pub(super) async fn blocking<R: Send + 'static>(
     work: impl FnOnce() -> Result<R, ApiError> + Send + 'static,
 ) -> Result<R, ApiError> {
@@ -137,7 +140,8 @@ fn listing_bytes(answer: &FileOutcome) -> usize {
         FileOutcome::Directory { found, .. } => found
             .entries()
             .map(|(name, _, says)| name.len() + ENTRY_BYTES + says.map_or(0, |says| says.len() * 2))
-            .sum(),
+            .sum::<usize>()
+            .saturating_add(found.metadata_len() * METADATA_BYTES),
         FileOutcome::Walked(walked) => {
             let entries = walked.directories().map(|(directory, entries)| {
                 let directory = directory.as_os_str().len() + ENTRY_BYTES;
@@ -230,7 +234,8 @@ fn fits(size: usize) -> Result<(), ApiError> {
 }
 
 fn send_listing(responder: RequestResponder, directory: &PathUri, found: &Directory) {
-    responder.send_result(found.len() * 64, |out| {
+    let expected = found.len() * ENTRY_BYTES + found.metadata_len() * METADATA_BYTES;
+    responder.send_result(expected, |out| {
         out.extend_from_slice(b"{\"entries\":[");
         let mut uri = String::new();
         for (position, (name, kind, says)) in found.entries().enumerate() {
@@ -256,6 +261,11 @@ fn send_listing(responder: RequestResponder, directory: &PathUri, found: &Direct
             if let Some(says) = says {
                 out.extend_from_slice(b",\"symlinkTarget\":");
                 push_text(out, &says.to_string_lossy());
+            }
+            if let Some(metadata) = found.metadata(position) {
+                out.extend_from_slice(b",\"metadata\":");
+                let written = serde_json::to_writer(&mut *out, metadata);
+                debug_assert!(written.is_ok(), "numbers can be written to memory");
             }
             out.push(b'}');
         }

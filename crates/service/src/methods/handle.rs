@@ -11,7 +11,12 @@ use crate::handles::{self, FileHandles, HandleAction, admitted};
 
 pub(crate) fn open(call: CheckedRequest<'_>, params: OpenParams) {
     let engine = call.connection.server.engine();
-    let opening = match engine.open_file(&params.path, params.mode, params.sandbox) {
+    let opening = match engine.open_file(
+        &params.path,
+        params.mode,
+        params.create_mode,
+        params.sandbox,
+    ) {
         Ok(opening) => opening,
         Err(error) => return call.responder.send_error(error),
     };

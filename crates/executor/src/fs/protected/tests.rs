@@ -11,6 +11,11 @@ use super::*;
 
 const NO: CancelCheck<'static> = &|| false;
 
+const LISTING: ListingFields = ListingFields {
+    links: true,
+    metadata: true,
+};
+
 const SECRET: &str = "secret-1234";
 
 fn for_pattern(pattern: &str) -> SearchParams {
@@ -62,6 +67,7 @@ fn operations() -> Vec<Operation> {
             let attributes = NewAttributes {
                 mode: Some(0o777),
                 modified_at_ms: Some(1),
+                ..NewAttributes::default()
             };
             set_metadata(path, attributes, SymlinkPolicy::Follow)
         }),
@@ -184,7 +190,7 @@ fn secrets_are_out_of_reach_of_every_operation_under_every_name() {
     let free = secrets.path("free");
     for directory in ["etc/state", "etc/state/deep", "to-state/deep"] {
         let path = secrets.path(directory);
-        assert_refused("list", &path, read_directory(&path, true, NO).map(drop));
+        assert_refused("list", &path, read_directory(&path, LISTING, NO).map(drop));
         let new = path.join("new");
         assert_refused(
             "create",
@@ -196,8 +202,8 @@ fn secrets_are_out_of_reach_of_every_operation_under_every_name() {
             (&new, SymlinkPolicy::Follow),
             (&direct, SymlinkPolicy::Refuse),
         ] {
-            assert_refused("mkdir", new, create_directory(new, true, links));
-            assert_refused("mkdir", new, create_directory(new, false, links));
+            assert_refused("mkdir", new, create_directory(new, true, links, None));
+            assert_refused("mkdir", new, create_directory(new, false, links, None));
         }
         assert_refused("link", &new, create_symlink(&new, &free));
         assert_refused(
@@ -370,7 +376,7 @@ fn entries_of_this_process_in_proc_are_out_of_reach() {
         }
         for name in ["", "fd", "fdinfo", "root", "cwd", "ns", "root/etc"] {
             let path = Path::new(&base).join(name);
-            assert_refused("list", &path, read_directory(&path, true, NO).map(drop));
+            assert_refused("list", &path, read_directory(&path, LISTING, NO).map(drop));
             assert_refused("canonicalize", &path, canonicalize(&path).map(drop));
         }
         for name in ["exe", "fd/0", "root/etc/passwd"] {
