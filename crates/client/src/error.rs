@@ -157,6 +157,11 @@ impl ExecServerError {
         }
     }
 
+    /// Returns whether the server returned that a path or another object does not exist.
+    pub fn is_not_found(&self) -> bool {
+        self.code() == Some(codes::NOT_FOUND)
+    }
+
     /// Returns whether another connection attempt may succeed after this error.
     pub fn is_transient(&self) -> bool {
         match self {

@@ -1,31 +1,36 @@
-//! Copying of files and trees between this machine and an [`ExecutorFileSystem`].
+//! Copy of files and trees from one [`ExecutorFileSystem`] to another.
 //!
-//! Files are copied concurrently, with progress reports. A failed file is listed in the report and
-//! does not stop the others. Symbolic links are copied as links and never followed below the root.
-//! A large file is written to a part file and renamed after its SHA-256 matches the source, so that
-//! an interrupted transfer can resume.
+//! The direction does not matter: this machine is one implementation of the file system, and a copy
+//! between two servers is the same code. Files are copied concurrently, with progress reports. A
+//! failed file is listed in the report and does not stop the others; a full disk does. Symbolic links
+//! are copied as links and never followed below the root. A large file is written to a part file and
+//! renamed after its SHA-256 matches the source, so that an interrupted transfer can resume.
 
-use exec_server_protocol::text::hex;
-
-mod download;
-mod local_tree;
-mod upload;
+mod exclude;
+mod file;
+mod side;
+mod tree;
 
 use std::fmt;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use exec_server_protocol::PathUri;
+use exec_server_protocol::text::hex;
 use exec_server_sync::Mutex;
 use sha2::{Digest as _, Sha256};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
 use crate::error::ExecServerError;
-use crate::fs::{ExecutorFileSystem, Feature, Links};
-
-pub use download::download;
-pub use upload::upload;
+use crate::fs::{AccessOptions, ExecutorFileSystem, Links};
+#[cfg(feature = "local")]
+use crate::fs::{LocalFileSystem, resolve};
+use exclude::ExcludePatterns;
+use file::{FileCopy, FinalAttributes, TargetEntry};
+use side::{EntryAttributes, EntryKind, TransferSide};
 
 /// 1 MiB: files up to this size are sent in one request, many at a time. Larger files use streams.
 const SMALL_BYTES: u64 = 1 << 20;
@@ -39,9 +44,25 @@ const LARGE_IN_FLIGHT: usize = 2;
 pub struct TransferOptions {
     /// Copy directories with their content.
     pub recursive: bool,
-    /// Preserve modes and modification times (to the millisecond). Otherwise a new file gets the
-    /// default mode, plus the executable bits of the source; an existing file keeps its mode.
+    /// Keep everything that the target can represent: modes, modification times (to the
+    /// millisecond), owners where they may be set, hard links. Skip files whose size and time are
+    /// those of the source.
     pub archive: bool,
+    /// Keep modes, modification times, and owners where they may be set. Otherwise a new file gets
+    /// the mode of the source without set-id bits, reduced by the umask; an existing file keeps its
+    /// mode.
+    pub preserve: bool,
+    /// With `archive`: compare the content of files of the same size instead of their times.
+    pub checksum: bool,
+    /// Remove entries of the target's directories that the source does not have.
+    pub delete: bool,
+    /// Entries that are neither copied nor removed: globs, as in rsync. A leading slash anchors a
+    /// pattern at the root; a trailing slash limits it to directories.
+    pub exclude: Vec<String>,
+    /// Report what would be done, and change nothing.
+    pub dry_run: bool,
+    /// Maximum number of content bytes per second.
+    pub bytes_per_second: Option<u64>,
     /// Resume an earlier transfer if its part file matches the beginning of the source. The default
     /// is `true`.
     pub resume: bool,
@@ -51,20 +72,32 @@ pub struct TransferOptions {
     pub parallel: usize,
     /// Callback for progress. It must not block.
     pub progress: Option<ProgressFn>,
+    /// Callback for each change of the target. It must not block.
+    pub observer: Option<TransferEventFn>,
 }
 
 /// See [`TransferOptions::progress`].
 pub type ProgressFn = Arc<dyn Fn(&TransferProgress<'_>) + Send + Sync>;
+
+/// See [`TransferOptions::observer`].
+pub type TransferEventFn = Arc<dyn Fn(&TransferEvent<'_>) + Send + Sync>;
 
 impl Default for TransferOptions {
     fn default() -> Self {
         Self {
             recursive: false,
             archive: false,
+            preserve: false,
+            checksum: false,
+            delete: false,
+            exclude: Vec::new(),
+            dry_run: false,
+            bytes_per_second: None,
             resume: true,
             resume_bytes: 8 << 20,
             parallel: 32,
             progress: None,
+            observer: None,
         }
     }
 }
@@ -74,10 +107,17 @@ impl fmt::Debug for TransferOptions {
         f.debug_struct("TransferOptions")
             .field("recursive", &self.recursive)
             .field("archive", &self.archive)
+            .field("preserve", &self.preserve)
+            .field("checksum", &self.checksum)
+            .field("delete", &self.delete)
+            .field("exclude", &self.exclude)
+            .field("dry_run", &self.dry_run)
+            .field("bytes_per_second", &self.bytes_per_second)
             .field("resume", &self.resume)
             .field("resume_bytes", &self.resume_bytes)
             .field("parallel", &self.parallel)
             .field("progress", &self.progress.is_some())
+            .field("observer", &self.observer.is_some())
             .finish()
     }
 }
@@ -94,8 +134,34 @@ pub struct TransferProgress<'a> {
     pub bytes: u64,
     /// Total number of bytes found so far.
     pub total_bytes: u64,
-    /// Local path of the current file.
+    /// Path of the current file, relative to the root of the transfer.
     pub path: &'a Path,
+}
+
+/// Change of the target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TransferEvent<'a> {
+    /// Kind of the change.
+    pub action: TransferAction,
+    /// Path, relative to the root of the transfer; empty for the root itself.
+    pub path: &'a Path,
+}
+
+/// Kind of a [`TransferEvent`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TransferAction {
+    /// A directory was created.
+    CreateDirectory,
+    /// A file was copied.
+    Copy,
+    /// A symbolic link was created.
+    Link,
+    /// A hard link was created.
+    HardLink,
+    /// An entry was removed.
+    Remove,
 }
 
 /// Result of a transfer.
@@ -106,8 +172,14 @@ pub struct TransferReport {
     pub files: u64,
     /// Number of directories that were created or already existed.
     pub directories: u64,
-    /// Number of created symbolic links.
+    /// Number of symbolic links that were created or already existed.
     pub links: u64,
+    /// Number of created hard links.
+    pub hard_links: u64,
+    /// Number of files that were not copied because they are the same already.
+    pub unchanged: u64,
+    /// Number of removed entries.
+    pub removed: u64,
     /// Number of bytes in the copied files.
     pub bytes: u64,
     /// Number of these bytes that an earlier transfer had copied.
@@ -120,23 +192,44 @@ pub struct TransferReport {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransferError {
-    /// A local operation failed.
-    #[error("`{}`", path.display())]
+    /// An operation on this machine failed.
+    #[error("`{}`", shown(path))]
     Local {
-        /// Local path.
-        path: PathBuf,
-        /// The error of the operating system.
+        /// Path on this machine.
+        path: PathUri,
+        /// The error of the operation.
         #[source]
-        source: io::Error,
+        source: Box<ExecServerError>,
     },
-    /// A remote operation failed.
-    #[error("remote `{}`", shown(path))]
+    /// An operation on another machine failed.
+    #[error("{}", remote_path(name.as_deref(), path))]
     Remote {
+        /// Name of the machine, if it has one.
+        name: Option<String>,
         /// Remote path.
         path: PathUri,
         /// The error of the request.
         #[source]
         source: Box<ExecServerError>,
+    },
+    /// A path cannot be represented.
+    #[error("`{path}`")]
+    Path {
+        /// The path.
+        path: String,
+        /// The reason.
+        #[source]
+        source: Box<ExecServerError>,
+    },
+    /// The disk or the quota of the target is full; the transfer was stopped.
+    #[error("{}", full_text(path, part.as_deref(), *missing))]
+    Full {
+        /// Path of the file that could not be written.
+        path: String,
+        /// Path of its part file, if a later transfer can resume it.
+        part: Option<String>,
+        /// Number of files that were not copied.
+        missing: u64,
     },
     /// The item is a directory, but the transfer is not recursive, or the target of a file is a
     /// directory.
@@ -161,6 +254,14 @@ pub enum TransferError {
         "checksum mismatch of `{0}`: the file changed during the copy, or another program wrote to it"
     )]
     Differs(String),
+    /// An exclude pattern is not valid.
+    #[error("the exclude pattern `{pattern}` is not valid: {reason}")]
+    Pattern {
+        /// The pattern.
+        pattern: String,
+        /// The reason.
+        reason: String,
+    },
 }
 
 /// A path for display: native if possible, otherwise a URI.
@@ -171,27 +272,238 @@ fn shown(path: &PathUri) -> String {
     }
 }
 
-fn remote(path: &PathUri) -> impl FnOnce(ExecServerError) -> TransferError {
-    let path = path.clone();
-    move |source| TransferError::Remote {
-        path,
-        source: Box::new(source),
+fn remote_path(name: Option<&str>, path: &PathUri) -> String {
+    match name {
+        Some(name) => format!("`{name}:{}`", shown(path)),
+        None => format!("remote `{}`", shown(path)),
     }
 }
 
-fn local(path: &Path) -> impl FnOnce(io::Error) -> TransferError {
-    let path = path.to_owned();
-    move |source| TransferError::Local { path, source }
+fn full_text(path: &str, part: Option<&str>, missing: u64) -> String {
+    let missing = match missing {
+        0 | 1 => String::new(),
+        missing => format!("; {missing} files are missing"),
+    };
+    let part = match part {
+        Some(part) => format!("; the copy then continues from `{part}`"),
+        None => String::new(),
+    };
+    format!("`{path}`: no space is left{missing}. Free space and run the same command again{part}")
+}
+
+/// Source or target of a transfer: a path of one machine.
+#[derive(Debug, Clone)]
+pub struct TransferEnd {
+    files: Arc<dyn ExecutorFileSystem>,
+    path: PathUri,
+    is_local: bool,
+    name: Option<String>,
+}
+
+impl TransferEnd {
+    /// Creates an end on another machine.
+    pub fn new(files: Arc<dyn ExecutorFileSystem>, path: PathUri) -> Self {
+        Self {
+            files,
+            path,
+            is_local: false,
+            name: None,
+        }
+    }
+
+    /// Marks the file system as that of this machine, for messages.
+    #[must_use]
+    pub fn on_this_machine(mut self) -> Self {
+        self.is_local = true;
+        self
+    }
+
+    /// Sets the name of the machine in messages.
+    #[must_use]
+    pub fn named(mut self, name: impl Into<String>) -> Self {
+        self.name = Some(name.into());
+        self
+    }
+
+    /// Creates an end on this machine; a relative path starts at the working directory.
+    ///
+    /// # Errors
+    ///
+    /// When the path cannot be resolved.
+    #[cfg(feature = "local")]
+    pub async fn local(path: &Path) -> Result<Self, TransferError> {
+        let files: Arc<dyn ExecutorFileSystem> = Arc::new(LocalFileSystem::new());
+        let unusable = |source| TransferError::Path {
+            path: path.display().to_string(),
+            source: Box::new(source),
+        };
+        let absolute = std::path::absolute(path)
+            .map_err(|error| unusable(ExecServerError::Closed(error.to_string().into())))?;
+        let path = resolve(&*files, &absolute).await.map_err(unusable)?;
+        Ok(Self::new(files, path).on_this_machine())
+    }
+}
+
+/// Copies a file, or with [`TransferOptions::recursive`] a directory, from one machine to another.
+///
+/// `to` is the path of the copy itself, not its parent directory. The content of a directory is
+/// merged into an existing directory.
+///
+/// # Errors
+///
+/// When nothing can be copied at all. A failure of a single file is part of the report.
+pub async fn copy(
+    from: TransferEnd,
+    to: TransferEnd,
+    options: TransferOptions,
+) -> Result<TransferReport, TransferError> {
+    let work = TransferState::new(&from, &to, options).await?;
+    let (from, to) = (&from.path, &to.path);
+    let source = &work.source;
+    let found = source.files.metadata(from, AccessOptions::default()).await;
+    let found = EntryAttributes::followed(&found.map_err(source.error(from))?);
+    match found.kind {
+        EntryKind::Directory if !work.options.recursive => {
+            return Err(TransferError::IsDirectory(shown(from)));
+        }
+        EntryKind::Directory => tree::copy_tree(&work, from, found, to).await?,
+        EntryKind::File => copy_single(&work, from, &found, to).await,
+        EntryKind::Link(_) | EntryKind::Special => {
+            return Err(TransferError::Special(shown(from)));
+        }
+    }
+    Ok(work.report())
+}
+
+async fn copy_single(
+    work: &Arc<TransferState>,
+    from: &PathUri,
+    found: &EntryAttributes,
+    to: &PathUri,
+) {
+    let name = from.to_native().ok();
+    let name = name.as_deref().and_then(Path::file_name);
+    let name = PathBuf::from(name.unwrap_or_default());
+    let side = &work.target;
+    let mut target = TargetEntry::Unknown;
+    if work.options.archive {
+        let existing = side.files.metadata(to, AccessOptions::default()).await;
+        if let Ok(existing) = existing
+            && existing.is_file
+        {
+            target = TargetEntry::Found(EntryAttributes::followed(&existing));
+        }
+    }
+    let copy = FileCopy {
+        work,
+        name: &name,
+        from,
+        found,
+        to,
+        // It may be a link, which is followed.
+        target: &TargetEntry::Unknown,
+        links: Links::Follow,
+    };
+    let is_same = match target.found() {
+        Some(existing) if work.options.checksum => {
+            existing.size == found.size && copy.is_same_content().await.unwrap_or(false)
+        }
+        Some(existing) => {
+            existing.size == found.size && existing.modified_at_ms == found.modified_at_ms
+        }
+        None => false,
+    };
+    if is_same {
+        let attributes = FinalAttributes::of(found, side);
+        let is_changed = target.found().is_some_and(|existing| {
+            existing.mode != attributes.mode || existing.modified_at_ms != found.modified_at_ms
+        });
+        if is_changed
+            && !work.options.dry_run
+            && let Err(error) = attributes.set(side, to, Links::Follow).await
+        {
+            work.failed(error);
+        }
+        return work.unchanged();
+    }
+    if work.options.dry_run {
+        return work.event(TransferAction::Copy, Path::new(""));
+    }
+    work.expect(1, found.size);
+    let outcome = copy.run().await;
+    if outcome.is_ok() {
+        work.event(TransferAction::Copy, Path::new(""));
+    }
+    work.finished(&name, outcome.map(Some));
+}
+
+/// Copies a local file or tree to a path of a remote machine, as [`copy`].
+///
+/// ```no_run
+/// use std::sync::Arc;
+///
+/// use exec_server_client::ExecServerClient;
+/// use exec_server_client::fs::uri;
+/// use exec_server_client::transfer::{TransferOptions, upload};
+///
+/// # async fn example(client: ExecServerClient) -> Result<(), Box<dyn std::error::Error>> {
+/// let mut options = TransferOptions::default();
+/// options.recursive = true;
+/// options.progress = Some(Arc::new(|progress| println!("{} bytes", progress.bytes)));
+/// let files = Arc::new(client.file_system());
+/// let report = upload("src".as_ref(), files, &uri("/srv/app/src")?, options).await?;
+/// for failure in &report.failures {
+///     eprintln!("{failure}");
+/// }
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+///
+/// As for [`copy`].
+#[cfg(feature = "local")]
+pub async fn upload(
+    from: &Path,
+    files: Arc<dyn ExecutorFileSystem>,
+    to: &PathUri,
+    options: TransferOptions,
+) -> Result<TransferReport, TransferError> {
+    let from = TransferEnd::local(from).await?;
+    copy(from, TransferEnd::new(files, to.clone()), options).await
+}
+
+/// Copies a file or tree of a remote machine to a local path, as [`copy`].
+///
+/// # Errors
+///
+/// As for [`copy`].
+#[cfg(feature = "local")]
+pub async fn download(
+    files: Arc<dyn ExecutorFileSystem>,
+    from: &PathUri,
+    to: &Path,
+    options: TransferOptions,
+) -> Result<TransferReport, TransferError> {
+    let to = TransferEnd::local(to).await?;
+    copy(TransferEnd::new(files, from.clone()), to, options).await
 }
 
 /// State of one running transfer.
+#[derive(Debug)]
 struct TransferState {
-    files: Arc<dyn ExecutorFileSystem>,
+    source: TransferSide,
+    target: TransferSide,
     options: TransferOptions,
-    /// The remote machine supports modes and times.
-    has_metadata: bool,
-    /// The remote machine supports everything that resuming requires.
+    exclude: ExcludePatterns,
+    /// Both sides support everything that resuming requires.
     can_resume: bool,
+    /// The disk is full; nothing more is copied.
+    is_stopped: AtomicBool,
+    /// The target does not let its owner be changed.
+    owners_refused: AtomicBool,
+    /// Time at which the next bytes may be sent. Never held across an await.
+    next_send: Mutex<Option<Instant>>,
     /// This lock is never held across an await.
     tally: Mutex<TransferCounts>,
 }
@@ -207,29 +519,68 @@ struct TransferCounts {
 
 impl TransferState {
     async fn new(
-        files: Arc<dyn ExecutorFileSystem>,
+        from: &TransferEnd,
+        to: &TransferEnd,
         options: TransferOptions,
-        root: &PathUri,
     ) -> Result<Arc<Self>, TransferError> {
-        let ask = async {
-            let has_metadata = files.supports(Feature::Metadata).await?;
-            if options.archive && !has_metadata {
-                return Err(ExecServerError::Unsupported("fs/setMetadata"));
-            }
-            let mut can_resume = options.resume;
-            for feature in [Feature::UpdateStreams, Feature::Rename, Feature::Hash] {
-                can_resume = can_resume && files.supports(feature).await?;
-            }
-            Ok((has_metadata, can_resume))
-        };
-        let (has_metadata, can_resume) = ask.await.map_err(remote(root))?;
+        let exclude = ExcludePatterns::new(&options.exclude)?;
+        let (source, target) = (TransferSide::new(from).await?, TransferSide::new(to).await?);
+        if (options.archive || options.preserve) && !target.has_metadata {
+            let lacking = ExecServerError::Unsupported("fs/setMetadata");
+            return Err(target.error(&to.path)(lacking));
+        }
+        let can_resume =
+            options.resume && target.has_parts && source.has_hashes && target.has_hashes;
         Ok(Arc::new(Self {
-            files,
+            source,
+            target,
             options,
-            has_metadata,
+            exclude,
             can_resume,
+            is_stopped: AtomicBool::new(false),
+            owners_refused: AtomicBool::new(false),
+            next_send: Mutex::default(),
             tally: Mutex::default(),
         }))
+    }
+
+    /// Whether copies get the attributes of their source.
+    fn keeps_attributes(&self) -> bool {
+        self.options.archive || self.options.preserve
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.is_stopped.load(Ordering::Relaxed)
+    }
+
+    fn sets_owners(&self) -> bool {
+        !self.owners_refused.load(Ordering::Relaxed)
+    }
+
+    fn refuse_owners(&self) {
+        self.owners_refused.store(true, Ordering::Relaxed);
+    }
+
+    /// Waits until so many bytes may be sent.
+    async fn throttle(&self, bytes: u64) {
+        let Some(limit) = self.options.bytes_per_second else {
+            return;
+        };
+        let start = {
+            let mut next = self.next_send.lock();
+            let now = Instant::now();
+            let start = next.unwrap_or(now).max(now);
+            *next = Some(start + Duration::from_secs_f64(bytes as f64 / limit.max(1) as f64));
+            start
+        };
+        tokio::time::sleep_until(start).await;
+    }
+
+    /// Reports a change of the target.
+    fn event(&self, action: TransferAction, path: &Path) {
+        if let Some(observer) = &self.options.observer {
+            observer(&TransferEvent { action, path });
+        }
     }
 
     /// Adds files and bytes to the totals.
@@ -237,6 +588,11 @@ impl TransferState {
         let mut tally = self.tally.lock();
         tally.total_files += files;
         tally.total_bytes += bytes;
+    }
+
+    /// Counts a file that needs no copy.
+    fn unchanged(&self) {
+        self.tally.lock().report.unchanged += 1;
     }
 
     /// Adds copied bytes and reports progress.
@@ -252,16 +608,18 @@ impl TransferState {
         });
     }
 
-    /// Records the result of a file. Its bytes were already added by `moved` or `resumed`.
-    fn finished(&self, path: &Path, outcome: Result<u64, TransferError>) {
+    /// Records the result of a file: its length if it was copied. Its bytes were already added by
+    /// `moved` or `resumed`.
+    fn finished(&self, path: &Path, outcome: Result<Option<u64>, TransferError>) {
         self.report_progress(path, |tally| {
             tally.done_files += 1;
             match outcome {
-                Ok(bytes) => {
+                Ok(Some(bytes)) => {
                     tally.report.files += 1;
                     tally.report.bytes += bytes;
                 }
-                Err(error) => tally.report.failures.push(error),
+                Ok(None) => tally.report.unchanged += 1,
+                Err(error) => self.add_failure(tally, error),
             }
         });
     }
@@ -271,12 +629,31 @@ impl TransferState {
         let mut tally = self.tally.lock();
         match outcome {
             Ok(()) => count(&mut tally.report),
-            Err(error) => tally.report.failures.push(error),
+            Err(error) => self.add_failure(&mut tally, error),
         }
     }
 
     fn failed(&self, error: TransferError) {
-        self.tally.lock().report.failures.push(error);
+        self.add_failure(&mut self.tally.lock(), error);
+    }
+
+    /// Adds an error to the report. A full disk stops the transfer: the errors that follow from it
+    /// are not reported.
+    fn add_failure(&self, tally: &mut TransferCounts, error: TransferError) {
+        if self.is_stopped() {
+            // Of two files that were written at the same time, report the one that can resume.
+            if let TransferError::Full { part: Some(_), .. } = error
+                && let Some(TransferError::Full { part: None, .. }) = tally.report.failures.last()
+            {
+                tally.report.failures.pop();
+                tally.report.failures.push(error);
+            }
+            return;
+        }
+        if matches!(error, TransferError::Full { .. }) {
+            self.is_stopped.store(true, Ordering::Relaxed);
+        }
+        tally.report.failures.push(error);
     }
 
     fn report_progress(&self, path: &Path, change: impl FnOnce(&mut TransferCounts)) {
@@ -297,7 +674,14 @@ impl TransferState {
     }
 
     fn report(&self) -> TransferReport {
-        std::mem::take(&mut self.tally.lock().report)
+        let mut tally = self.tally.lock();
+        let total = tally.total_files;
+        let mut report = std::mem::take(&mut tally.report);
+        let not_copied = total.saturating_sub(report.files);
+        if let Some(TransferError::Full { missing, .. }) = report.failures.last_mut() {
+            *missing = not_copied;
+        }
+        report
     }
 
     fn parallel(&self) -> usize {
@@ -338,24 +722,6 @@ fn settle(joined: Option<Result<(), tokio::task::JoinError>>) {
     }
 }
 
-/// Runs a blocking file operation. `None` if the runtime shuts down before it runs.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(done) => Some(done),
-        Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
-        // The operation was cancelled because the runtime is shutting down.
-        Err(_) => None,
-    }
-}
-
-/// Error for a local operation that was cancelled.
-fn interrupted(path: &Path) -> TransferError {
-    TransferError::Local {
-        path: path.to_owned(),
-        source: io::ErrorKind::Interrupted.into(),
-    }
-}
-
 /// Name of the part file that receives a file until it is complete.
 ///
 /// It depends only on the target's name, so that a later transfer finds it and resumes.
@@ -371,12 +737,6 @@ fn part_name(name: &std::ffi::OsStr) -> std::ffi::OsString {
     }
     part.push(SUFFIX);
     part
-}
-
-/// Mode for the copy of an executable file: without write permission for group and others. `None`
-/// if the file is not executable.
-fn executable(mode: u32) -> Option<u32> {
-    (mode & 0o111 != 0).then_some(mode & 0o755)
 }
 
 /// Below the root, symbolic links are not followed.
