@@ -70,6 +70,8 @@ pub(crate) enum ScenarioName {
     Watch,
     /// Many small files to the server
     Upload,
+    /// Copy of an unchanged tree with `-a`, compared with rsync.
+    Unchanged,
     /// Requests that a server makes: small ones, and a streamed body
     Http,
     /// Through the proxy of a managed network instead of directly, and starts with one
@@ -169,6 +171,7 @@ impl Bench {
                 ScenarioName::Search => trees::search(self),
                 ScenarioName::Watch => trees::watch(self),
                 ScenarioName::Upload => trees::upload(self),
+                ScenarioName::Unchanged => trees::unchanged(self),
                 ScenarioName::Http => http::run(self),
                 ScenarioName::Network => network::run(self),
                 ScenarioName::Snapshot => snapshot::run(self),

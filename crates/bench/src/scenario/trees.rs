@@ -1,4 +1,4 @@
-//! Extensions for trees: search, watch, and upload of many small files.
+//! Extensions for trees: search, watch, upload of many small files, and copies of unchanged trees.
 //!
 //! The peer does not have these methods, so only the server under test is measured.
 
@@ -273,6 +273,78 @@ pub(super) fn upload(bench: &Bench) -> Vec<ReportRow> {
         ensure!(sent == SENT as u64, "{sent} of {SENT} files were sent");
         Ok(vec![Figure::against(SENT as f64 / elapsed, floor)])
     })
+}
+
+/// Copy of an unchanged tree in archive mode, compared with `rsync -a` within this machine.
+pub(super) fn unchanged(bench: &Bench) -> Vec<ReportRow> {
+    let files = BRANCHES * LEAVES / 2;
+    let line = RowSpec {
+        name: format!("copy {files} unchanged files"),
+        unit: Unit::Seconds,
+        base: "rsync -a",
+        goals: vec![Goal::Base {
+            limit: 1.3,
+            aim: 1.3,
+        }],
+    };
+    let prepared = (|| {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .enable_all()
+            .build()?;
+        let (tree, target) = (tempfile::tempdir()?, tempfile::tempdir()?);
+        for directory in 0..BRANCHES / 2 {
+            let directory = tree.path().join(directory.to_string());
+            fs::create_dir(&directory)?;
+            for file in 0..LEAVES {
+                fs::write(directory.join(file.to_string()), [b'x'; 64])?;
+            }
+        }
+        rsync(tree.path(), target.path()).context("rsync is needed")?;
+        anyhow::Ok((tree, target, runtime))
+    })();
+    let (tree, target, runtime) = match prepared {
+        Ok(prepared) => prepared,
+        Err(error) => return failed(line, &error),
+    };
+    let floor = || {
+        let start = Instant::now();
+        rsync(tree.path(), target.path())?;
+        Ok(start.elapsed().as_secs_f64())
+    };
+    let bench = bench.without_peer();
+    bench.rounds(bench.pick(9, 3), vec![line], floor, |server, &floor| {
+        let to = PathUri::from_native(target.path())?;
+        let url = format!("ws://{}", server.address);
+        // As rsync, from its start: the connection is part of it.
+        let start = Instant::now();
+        let client = RemoteExecServerConnectArgs::new(url, "bench");
+        let client = runtime.block_on(ExecServerClient::connect(client))?;
+        let mut options = TransferOptions::default();
+        options.recursive = true;
+        options.archive = true;
+        let there = Arc::new(client.file_system());
+        let report = runtime.block_on(transfer::upload(tree.path(), there, &to, options))?;
+        let elapsed = start.elapsed().as_secs_f64();
+        if let Some(failure) = report.failures.first() {
+            bail!("{failure}");
+        }
+        let unchanged = report.unchanged;
+        ensure!(
+            unchanged == files as u64 && report.files == 0,
+            "{unchanged} of {files} files were unchanged"
+        );
+        Ok(vec![Figure::against(elapsed, floor)])
+    })
+}
+
+/// Copies what has changed with rsync.
+fn rsync(from: &Path, to: &Path) -> anyhow::Result<()> {
+    let mut command = std::process::Command::new("rsync");
+    let mut from = from.as_os_str().to_owned();
+    from.push("/");
+    let status = command.arg("-a").arg(from).arg(to).status()?;
+    ensure!(status.success(), "rsync ended with {status}");
+    Ok(())
 }
 
 fn sent_tree() -> anyhow::Result<tempfile::TempDir> {
