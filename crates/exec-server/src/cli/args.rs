@@ -239,23 +239,25 @@ begin at the directory that it was started in.", machine_note!()))]
   exec-server cp -r src ws://127.0.0.1:4600:/srv/app
   exec-server cp -a build:/srv/app backup            back, with modes and times
 
-One path is here, the other is on a server: `ENV:PATH`, `URL:PATH`, or `:PATH`
+At least one path is on a server: `ENV:PATH`, `URL:PATH`, or `:PATH`
 with --on, --url or EXEC_SERVER_URL. A file with a colon in its name is `./NAME`.",
             machine_note!()),
         after_long_help = concat!("Examples:
   exec-server cp --on build notes.txt :              into the server's directory
   exec-server cp -r src ws://127.0.0.1:4600:/srv/app
-  exec-server cp -a build:/srv/app backup            back, with modes and times
-  exec-server cp -a unix:///run/exec.sock:/srv/app/. copy
+  exec-server cp -a build:/srv/app backup            back, and only what has changed
+  exec-server cp -a --delete src/. :/srv/app         make both sides equal
+  exec-server cp ':~/logs/*.log' .                   patterns of the server, in quotes
+  exec-server cp -a build:/srv/app test:/srv         from one server to another
 
-One path is here, the other is on a server: `:PATH` on the server that --on,
---url or EXEC_SERVER_URL names, `ENV:PATH` or `URL:PATH`. Relative paths there
-begin at the directory that the server was started in. A file with a colon in
-its name is written `./NAME`.
+A path on a server is `:PATH` on the server that --on, --url or EXEC_SERVER_URL
+names, `ENV:PATH` or `URL:PATH`. Relative paths there begin at the directory that
+the server was started in, `~/` at the home directory of its user. A file with a
+colon in its name is written `./NAME`.
 
 As with `cp`, what is copied to an existing directory goes into it; `DIR/.`
-means the contents of DIR. Symbolic links are copied as links. Executable files
-stay executable; -a keeps all modes and times.
+means the contents of DIR. Symbolic links are copied as links. A new file has
+the mode of its source, reduced by the umask; -p and -a keep modes and times.
 
 An interrupted copy of a file of 8 MiB or more resumes where it stopped, if what
 has arrived is the beginning of the file. Until it is complete it is stored

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use clap::Subcommand;
 
+use super::chmod::ModeChange;
 use crate::cli::args::{ServerArgs, parse_duration};
 
 // Options of `fs`.
@@ -32,7 +33,7 @@ pub(super) enum FsCommand {
     #[command(after_help = "Examples:
   exec-server fs put notes.txt                    into the server's directory
   exec-server fs put -r src /srv/app              to /srv/app/src if that exists
-  exec-server fs put -a site/. /var/www           the contents, with modes and times
+  exec-server fs put -a site/. /var/www           the contents, and only what has changed
   make image | exec-server fs put - /srv/image    from a pipe
 
 An interrupted copy of a file of 8 MiB or more resumes where it stopped.")]
@@ -63,6 +64,24 @@ An interrupted copy of a file of 8 MiB or more resumes where it stopped.")]
 Skips hidden files and those that .gitignore excludes, unless --no-ignore is given.
 Exit codes: 0 something matches, 1 nothing does, 2 failure.")]
     Search(SearchArgs),
+    /// Create directories
+    Mkdir(MkdirArgs),
+    /// Change permissions
+    #[command(after_help = "Examples:
+  exec-server fs chmod 640 app.conf
+  exec-server fs chmod -R u=rwX,go=rX /srv/site")]
+    Chmod(ChmodArgs),
+    /// Print the end of a file, and with -f what is added to it
+    #[command(after_help = "Examples:
+  exec-server fs tail -n 100 /var/log/app.log
+  exec-server fs tail -f /var/log/app.log         until interrupted; follows a rotated file by its name")]
+    Tail(TailArgs),
+    /// Edit a file with $VISUAL or $EDITOR on this machine
+    #[command(
+        after_help = "The file is replaced only after the editor has ended, and only if it is unchanged on the
+server since it was read; otherwise the edited copy stays on this machine and its path is printed."
+    )]
+    Edit(EditArgs),
     /// Print changes below a directory as they happen, until interrupted
     #[command(after_help = "Examples:
   exec-server fs watch src
@@ -99,15 +118,43 @@ pub(super) struct CatArgs {
 }
 
 // How to copy between machines.
-#[derive(Debug, Clone, Copy, clap::Args)]
+#[derive(Debug, Clone, clap::Args)]
 pub(super) struct CopyFlags {
     /// Copy directories with everything below them; links are copied as links
     #[arg(long, short)]
     pub(super) recursive: bool,
 
-    /// Copy recursively and keep modes and modification times
+    /// Copy recursively what has changed; keep modes, times, hard links, and owners where allowed
     #[arg(long, short)]
     pub(super) archive: bool,
+
+    /// Keep modes, modification times, and owners where allowed
+    #[arg(long, short)]
+    pub(super) preserve: bool,
+
+    /// With -a: compare the content of files of the same size instead of their times
+    #[arg(long, requires = "archive")]
+    pub(super) checksum: bool,
+
+    /// Remove from the target's directories what the source does not have
+    #[arg(long)]
+    pub(super) delete: bool,
+
+    /// Leave out what matches, as in `*.o`, `/top` or `cache/`; can be given several times
+    #[arg(long, value_name = "GLOB")]
+    pub(super) exclude: Vec<String>,
+
+    /// Print what would be copied and removed, and change nothing
+    #[arg(long, short = 'n')]
+    pub(super) dry_run: bool,
+
+    /// Print each copied and removed path
+    #[arg(long, short)]
+    pub(super) verbose: bool,
+
+    /// Copy at most RATE bytes per second, as in 500k or 10M
+    #[arg(long, value_name = "RATE", value_parser = parse_rate)]
+    pub(super) bwlimit: Option<u64>,
 
     /// Show no progress
     #[arg(long, short)]
@@ -138,6 +185,8 @@ pub(in crate::cli) struct CpArgs {
     pub(super) flags: CopyFlags,
 
     /// Copy the first paths to the last one; on a server: `:PATH`, `ENV:PATH` or `URL:PATH`
+    ///
+    /// On a server `~` is the home directory, and `*`, `?` and `[…]` select files.
     #[arg(value_name = "PATH", num_args = 2.., required = true)]
     pub(super) paths: Vec<OsString>,
 
@@ -195,6 +244,70 @@ pub(super) struct CpThereArgs {
     /// Copy the first paths to the last one
     #[arg(value_name = "PATH", num_args = 2.., required = true)]
     pub(super) paths: Vec<PathBuf>,
+}
+
+// Options of `fs mkdir`.
+#[derive(Debug, clap::Args)]
+pub(super) struct MkdirArgs {
+    /// Create missing parents too, and accept existing directories
+    #[arg(long, short)]
+    pub(super) parents: bool,
+
+    /// Set these permissions, as in 750; otherwise 777 minus the server's umask
+    #[arg(long, short, value_name = "MODE", value_parser = parse_mode)]
+    pub(super) mode: Option<u32>,
+
+    /// Create these directories
+    #[arg(value_name = "PATH", required = true)]
+    pub(super) paths: Vec<PathBuf>,
+}
+
+/// Permission bits in octal.
+fn parse_mode(text: &str) -> Result<u32, String> {
+    match u32::from_str_radix(text, 8) {
+        Ok(mode) if mode <= 0o7777 => Ok(mode),
+        _ => Err("expected permissions in octal, as in 750".to_owned()),
+    }
+}
+
+// Options of `fs chmod`.
+#[derive(Debug, clap::Args)]
+pub(super) struct ChmodArgs {
+    /// Change directories with everything below them; links are left out
+    #[arg(long, short = 'R')]
+    pub(super) recursive: bool,
+
+    /// Set this mode: octal as in 640, or symbolic as in u+x,go-w
+    #[arg(value_name = "MODE", allow_hyphen_values = true)]
+    pub(super) mode: ModeChange,
+
+    /// Change these files and directories
+    #[arg(value_name = "PATH", required = true)]
+    pub(super) paths: Vec<PathBuf>,
+}
+
+// Options of `fs tail`.
+#[derive(Debug, clap::Args)]
+pub(super) struct TailArgs {
+    /// Print what is added to the file until interrupted
+    #[arg(long, short)]
+    pub(super) follow: bool,
+
+    /// Print the last COUNT lines
+    #[arg(long, short = 'n', value_name = "COUNT", default_value_t = 10)]
+    pub(super) lines: u64,
+
+    /// Print this file
+    #[arg(value_name = "PATH")]
+    pub(super) path: PathBuf,
+}
+
+// Options of `fs edit`.
+#[derive(Debug, clap::Args)]
+pub(super) struct EditArgs {
+    /// Edit this file; a missing file is created
+    #[arg(value_name = "PATH")]
+    pub(super) path: PathBuf,
 }
 
 // Options of `fs walk`.
@@ -290,4 +403,42 @@ pub(super) struct WatchArgs {
     /// Watch this file or directory
     #[arg(value_name = "PATH", default_value = ".")]
     pub(super) path: PathBuf,
+}
+
+/// A number of bytes per second, with a binary unit.
+fn parse_rate(text: &str) -> Result<u64, String> {
+    let expected = || "expected bytes per second, as in 500k or 10M".to_owned();
+    let digits = text.trim_end_matches(|unit: char| !unit.is_ascii_digit());
+    let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" => 0,
+        "k" | "kib" => 10,
+        "m" | "mib" => 20,
+        "g" | "gib" => 30,
+        _ => return Err(expected()),
+    };
+    let count: u64 = digits.parse().map_err(|_| expected())?;
+    match count.checked_mul(1 << shift) {
+        Some(rate) if rate > 0 => Ok(rate),
+        _ => Err(expected()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_have_binary_units() {
+        for (text, rate) in [
+            ("1", 1),
+            ("500k", 500 << 10),
+            ("10M", 10 << 20),
+            ("2GiB", 2 << 30),
+        ] {
+            assert_eq!(parse_rate(text), Ok(rate), "{text}");
+        }
+        for text in ["", "0", "k", "1x", "-1", "99999999999999g"] {
+            assert!(parse_rate(text).is_err(), "{text}");
+        }
+    }
 }

@@ -1,13 +1,15 @@
-//! `fs rm`, `fs mv`, `fs cp`: changes of files within the server.
+//! `fs mkdir`, `fs rm`, `fs mv`, `fs cp`: changes of files within the server.
 
 use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
-use exec_server_client::fs::{CopyOptions, RemoveOptions, RenameOptions};
+use exec_server_client::fs::{
+    CopyOptions, CreateDirectoryOptions, RemoveOptions, RenameOptions, SetMetadata,
+};
 use exec_server_protocol::PathUri;
 
-use super::args::{CpThereArgs, MvArgs, RmArgs};
+use super::args::{CpThereArgs, MkdirArgs, MvArgs, RmArgs};
 use super::{FilesLocation, sources_and_target};
 use crate::cli::error::report;
 
@@ -46,6 +48,42 @@ async fn remove(location: &FilesLocation, path: &Path, args: &RmArgs) -> anyhow:
         .with_context(|| format!("cannot remove `{}`", path.display()))
 }
 
+pub(super) async fn mkdir(location: &FilesLocation, args: &MkdirArgs) -> anyhow::Result<ExitCode> {
+    let mut code = ExitCode::SUCCESS;
+    for path in &args.paths {
+        if let Err(error) = make(location, path, args).await {
+            report(&error);
+            code = ExitCode::FAILURE;
+        }
+    }
+    Ok(code)
+}
+
+async fn make(location: &FilesLocation, path: &Path, args: &MkdirArgs) -> anyhow::Result<()> {
+    let failed = || format!("cannot create `{}`", path.display());
+    let uri = location.uri(path).await?;
+    let options = CreateDirectoryOptions {
+        recursive: args.parents,
+        ..CreateDirectoryOptions::default()
+    };
+    let is_new = !location.is_directory(&uri).await;
+    let made = location.files.create_directory(&uri, options).await;
+    made.with_context(failed)?;
+    // As with `mkdir`, an existing directory keeps its mode.
+    let Some(mode) = args.mode.filter(|_| is_new) else {
+        return Ok(());
+    };
+    let change = SetMetadata {
+        mode: Some(mode),
+        ..SetMetadata::default()
+    };
+    location
+        .files
+        .set_metadata(&uri, change)
+        .await
+        .with_context(failed)
+}
+
 pub(super) async fn mv(location: &FilesLocation, args: &MvArgs) -> anyhow::Result<ExitCode> {
     let options = RenameOptions {
         overwrite: !args.no_clobber,
@@ -65,6 +103,7 @@ pub(super) async fn cp(location: &FilesLocation, args: &CpThereArgs) -> anyhow::
     let options = CopyOptions {
         recursive: args.recursive,
         sandbox: None,
+        ..CopyOptions::default()
     };
     for (from, source, to) in pairs(location, &args.paths).await? {
         if !args.recursive && location.is_directory(&source).await {

@@ -1,23 +1,30 @@
 //! `cp`, `fs put`, `fs get`, `fs cat`: transfers between this machine and another.
 
-use std::ffi::{OsStr, OsString};
+use std::collections::BTreeMap;
 use std::io;
-use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
 use exec_server_client::fs::{Feature, WriteMode, WriteStreamOptions};
-use exec_server_client::transfer::{TransferError, TransferOptions, TransferReport};
-use exec_server_client::transfer::{download, upload};
+use exec_server_client::transfer::{
+    self, TransferAction, TransferEnd, TransferError, TransferEvent, TransferOptions,
+    TransferReport,
+};
+use exec_server_sync::Mutex;
+use rustix::fs::{Mode, OFlags};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use super::args::{CatArgs, CopyFlags, CpArgs, TransferArgs};
 use super::progress::ProgressLine;
-use super::{FilesLocation, sources_and_target};
+use super::side::CopySide;
+use super::{FilesLocation, glob, sources_and_target};
 use crate::cli::error::{self, notice};
 use crate::cli::on;
-use crate::cli::table::visible;
+use crate::cli::print;
+use crate::cli::table::{bytes, visible};
 
 /// Name that stands for standard input or standard output.
 const STREAM: &str = "-";
@@ -99,24 +106,35 @@ async fn put_stdin(location: &FilesLocation, target: &Path) -> anyhow::Result<Ex
     Ok(ExitCode::SUCCESS)
 }
 
-pub(super) async fn put(location: &FilesLocation, args: &TransferArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn put(location: FilesLocation, args: &TransferArgs) -> anyhow::Result<ExitCode> {
     let (sources, target) = with_default(&args.paths);
     if sources.iter().any(|source| source.as_os_str() == STREAM) {
         if sources.len() > 1 || args.paths.len() < 2 {
             bail!("standard input goes to one file: `fs put - PATH`");
         }
-        return put_stdin(location, target).await;
+        return put_stdin(&location, target).await;
     }
-    send(location, sources, target, args.flags).await
+    let here = Arc::new(FilesLocation::new(on::CommandLocation::Here).await?);
+    let location = Arc::new(location);
+    let sources = sources.iter().map(|path| CopyPath::new(&here, path));
+    run(
+        sources.collect(),
+        CopyPath::new(&location, target),
+        &args.flags,
+    )
+    .await
 }
 
-pub(super) async fn get(location: &FilesLocation, args: &TransferArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn get(location: FilesLocation, args: &TransferArgs) -> anyhow::Result<ExitCode> {
     let (sources, target) = with_default(&args.paths);
     if args.paths.len() > 1 && target.as_os_str() == STREAM {
         let paths = sources.to_vec();
-        return cat(location, &CatArgs { paths }).await;
+        return cat(&location, &CatArgs { paths }).await;
     }
-    fetch(location, sources, target, args.flags).await
+    let here = Arc::new(FilesLocation::new(on::CommandLocation::Here).await?);
+    let location = Arc::new(location);
+    let sources = sources.iter().map(|path| CopyPath::new(&location, path));
+    run(sources.collect(), CopyPath::new(&here, target), &args.flags).await
 }
 
 /// A single path is copied to the current directory.
@@ -127,94 +145,42 @@ fn with_default(paths: &[PathBuf]) -> (&[PathBuf], &Path) {
     }
 }
 
-/// One side of a `cp`.
-#[derive(Debug, PartialEq, Eq)]
-enum CopySide {
-    Here(PathBuf),
-    /// A path of this environment or of the server of this URL, or else of the target of the
-    /// options.
-    There(Option<String>, PathBuf),
+/// A path of one machine.
+#[derive(Clone)]
+struct CopyPath {
+    location: Arc<FilesLocation>,
+    path: PathBuf,
+    /// Name of the machine, if several servers take part.
+    name: Option<String>,
 }
 
-impl CopySide {
-    fn parse(text: &OsStr, is_environment: impl Fn(&str) -> bool) -> anyhow::Result<Self> {
-        let bytes = text.as_bytes();
-        let there = |url: Option<&[u8]>, path: &[u8]| {
-            let url = url.map(|url| String::from_utf8_lossy(url).into_owned());
-            // An empty path after the colon means the working directory of the server.
-            let path = if path.is_empty() { b"." } else { path };
-            Self::There(url, OsString::from_vec(path.to_vec()).into())
+impl CopyPath {
+    fn new(location: &Arc<FilesLocation>, path: &Path) -> Self {
+        Self {
+            location: Arc::clone(location),
+            path: path.to_owned(),
+            name: None,
+        }
+    }
+
+    fn end(&self, path: &exec_server_protocol::PathUri) -> TransferEnd {
+        let end = TransferEnd::new(Arc::clone(&self.location.files), path.clone());
+        match (&self.name, self.location.is_local) {
+            (_, true) => end.on_this_machine(),
+            (Some(name), false) => end.named(name),
+            (None, false) => end,
+        }
+    }
+
+    /// Fails because the path is not the directory that it has to be.
+    fn is_no_directory<T>(&self) -> anyhow::Result<T> {
+        let whose = if self.location.is_local {
+            ""
+        } else {
+            " on the server"
         };
-        if let Some(path) = bytes.strip_prefix(b":") {
-            return Ok(there(None, path));
-        }
-        if let Some(end) = url_length(bytes) {
-            return match bytes.get(end) {
-                Some(b':') => Ok(there(Some(&bytes[..end]), &bytes[end + 1..])),
-                _ => bail!(
-                    "`{0}` names a server but no path on it: write `{0}:PATH`",
-                    text.to_string_lossy()
-                ),
-            };
-        }
-        let colon = bytes.iter().position(|&byte| byte == b':');
-        let slash = bytes.iter().position(|&byte| byte == b'/');
-        if let Some(colon) = colon
-            && is_environment(&String::from_utf8_lossy(&bytes[..colon]))
-        {
-            return Ok(there(Some(&bytes[..colon]), &bytes[colon + 1..]));
-        }
-        match (colon, slash) {
-            (Some(colon), slash) if slash.is_none_or(|slash| colon < slash) => bail!(
-                "`{0}` looks like a path in an environment `{1}`, which does not exist: write `:PATH` \
-                 with --url, or `ws://HOST:PORT:PATH`, or `./{0}` for a file here",
-                text.to_string_lossy(),
-                String::from_utf8_lossy(&bytes[..colon]),
-            ),
-            _ => Ok(Self::Here(text.into())),
-        }
+        bail!("`{}` is not a directory{whose}", self.path.display())
     }
-}
-
-/// Length of the server's URL at the start of a text, if there is one.
-fn url_length(text: &[u8]) -> Option<usize> {
-    let until = |from: usize, stops: &[u8]| {
-        let stop = text[from..].iter().position(|byte| stops.contains(byte));
-        stop.map_or(text.len(), |at| from + at)
-    };
-    if text.starts_with(b"unix://") {
-        return Some(until("unix://".len(), b":"));
-    }
-    let scheme = [
-        b"ws://".as_slice(),
-        b"wss://",
-        b"ssh://",
-        b"registry://",
-        b"registry+http://",
-        b"registry+https://",
-    ]
-    .into_iter()
-    .find(|scheme| text.starts_with(scheme))?;
-    let mut end = match text.get(scheme.len()) {
-        Some(b'[') => until(scheme.len(), b"]") + 1,
-        _ => until(scheme.len(), b":/"),
-    }
-    .min(text.len());
-    if text.get(end) == Some(&b':') {
-        let digits = text[end + 1..]
-            .iter()
-            .take_while(|byte| byte.is_ascii_digit());
-        let port_end = end + 1 + digits.count();
-        // Digits up to the end of the text or the next `/` are the port; other text after the colon
-        // is a path.
-        if port_end > end + 1 && matches!(text.get(port_end), None | Some(b':' | b'/')) {
-            end = port_end;
-        }
-    }
-    if text.get(end) == Some(&b'/') {
-        end = until(end, b":");
-    }
-    Some(end)
 }
 
 pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
@@ -228,133 +194,181 @@ pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
         .iter()
         .map(|path| CopySide::parse(path, is_environment))
         .collect::<anyhow::Result<_>>()?;
-    let (sources, target) = sources_and_target(&sides)?;
-    let mut servers = sides.iter().filter_map(|side| match side {
-        CopySide::There(name, _) => Some(name.as_deref()),
-        CopySide::Here(_) => None,
-    });
-    let Some(server) = servers.next() else {
-        bail!("neither side is on a server: write `:PATH` for a path there, or use plain `cp`");
-    };
-    // Two different names of one server count as two servers.
+    sources_and_target(&sides)?;
+    // A server that is named twice in different ways is taken for two.
     let given = args.server.on.as_deref().or(args.server.url.as_deref());
-    if servers.any(|other| other.or(given) != server.or(given)) {
-        bail!("the paths are on different servers; copy from one at a time");
-    }
-    let location = match server {
-        Some(name) => on::named(name, &args.server)?,
-        None => on::resolve(&args.server)?,
-    };
-    if matches!(location, on::CommandLocation::Here) {
-        bail!("no server given: pass --on ENV or --url URL, or set EXEC_SERVER_URL");
-    }
-    let here = |side: &CopySide| match side {
-        CopySide::Here(path) => Some(path.clone()),
-        CopySide::There(..) => None,
-    };
-    let there = |side: &CopySide| match side {
-        CopySide::There(_, path) => Some(path.clone()),
-        CopySide::Here(_) => None,
-    };
-    let from_here: Option<Vec<PathBuf>> = sources.iter().map(here).collect();
-    let from_there: Option<Vec<PathBuf>> = sources.iter().map(there).collect();
-    match (from_here, from_there, target) {
-        (Some(sources), _, CopySide::There(_, target)) => {
-            send(
-                &FilesLocation::new(location).await?,
-                &sources,
-                target,
-                args.flags,
-            )
-            .await
+    let mut servers = BTreeMap::new();
+    for side in &sides {
+        if let CopySide::There(name, _) = side {
+            servers.insert(name.as_deref().or(given), None);
         }
-        (_, Some(sources), CopySide::Here(target)) => {
-            fetch(
-                &FilesLocation::new(location).await?,
-                &sources,
-                target,
-                args.flags,
-            )
-            .await
-        }
-        _ => bail!(
-            "one side must be here and the other on the server; within a server use \
-             `exec-server fs cp`"
-        ),
     }
+    if servers.is_empty() {
+        bail!("neither side is on a server: write `:PATH` for a path there, or use plain `cp`");
+    }
+    for (name, reached) in &mut servers {
+        let location = match name {
+            Some(name) => on::named(name, &args.server)?,
+            None => on::resolve(&args.server)?,
+        };
+        if matches!(location, on::CommandLocation::Here) {
+            bail!("no server given: pass --on ENV or --url URL, or set EXEC_SERVER_URL");
+        }
+        *reached = Some(Arc::new(FilesLocation::new(location).await?));
+    }
+    let here = Arc::new(FilesLocation::new(on::CommandLocation::Here).await?);
+    let several = servers.len() > 1;
+    let mut paths = sides.iter().map(|side| {
+        let (name, path) = match side {
+            CopySide::Here(path) => return CopyPath::new(&here, path),
+            CopySide::There(name, path) => (name.as_deref().or(given), path),
+        };
+        let reached = servers.get(&name).and_then(Option::as_ref);
+        let mut path = CopyPath::new(reached.unwrap_or(&here), path);
+        path.name = name.filter(|_| several).map(str::to_owned);
+        path
+    });
+    let paths: Vec<CopyPath> = paths.by_ref().collect();
+    let (sources, target) = sources_and_target(&paths)?;
+    run(sources.to_vec(), target.clone(), &args.flags).await
 }
 
-fn options(flags: CopyFlags, bar: &ProgressLine) -> TransferOptions {
+fn options(flags: &CopyFlags, bar: &ProgressLine, root: &Path) -> TransferOptions {
     let mut options = TransferOptions::default();
     options.recursive = flags.recursive || flags.archive;
     options.archive = flags.archive;
+    options.preserve = flags.preserve;
+    options.checksum = flags.checksum;
+    options.delete = flags.delete;
+    options.exclude = flags.exclude.clone();
+    options.dry_run = flags.dry_run;
+    options.bytes_per_second = flags.bwlimit;
     options.resume = !flags.no_resume;
     options.progress = bar.callback();
+    if flags.verbose || flags.dry_run {
+        let (root, out) = (root.to_owned(), Mutex::new(()));
+        options.observer = Some(Arc::new(move |event| {
+            // Lines of concurrent copies are not mixed.
+            let _guard = out.lock();
+            let _ = print(&event_line(&root, event));
+        }));
+    }
     options
 }
 
-/// Whether a path means the entries of a directory and not the directory itself: `DIR/.`.
+/// A line of `-v`, as rsync prints it.
+fn event_line(root: &Path, event: &TransferEvent<'_>) -> Vec<u8> {
+    let path = match event.path.as_os_str().is_empty() {
+        true => root.to_owned(),
+        false => root.join(event.path),
+    };
+    let mut line = match event.action {
+        TransferAction::Remove => b"deleting ".to_vec(),
+        _ => Vec::new(),
+    };
+    match path.as_os_str().is_empty() {
+        true => line.push(b'.'),
+        false => line.extend_from_slice(path.as_os_str().as_bytes()),
+    }
+    if event.action == TransferAction::CreateDirectory && !line.ends_with(b"/") {
+        line.push(b'/');
+    }
+    let mut out = Vec::new();
+    super::push_line(&mut out, &line, super::prints_to_terminal());
+    out
+}
+
+/// Whether what is in a directory is meant, rather than the directory: `DIR/.`.
 fn means_content(path: &Path) -> bool {
     let bytes = path.as_os_str().as_bytes();
     bytes == b"." || bytes.ends_with(b"/.") || path.file_name().is_none()
 }
 
-async fn send(
-    location: &FilesLocation,
-    sources: &[PathBuf],
-    target: &Path,
-    flags: CopyFlags,
+/// Copies the sources to the target; each may be on another machine.
+async fn run(
+    sources: Vec<CopyPath>,
+    target: CopyPath,
+    flags: &CopyFlags,
 ) -> anyhow::Result<ExitCode> {
-    let into = location.uri(target).await?;
-    let is_directory = location.is_directory(&into).await;
-    if sources.len() > 1 && !is_directory {
-        bail!("`{}` is not a directory on the server", target.display());
+    let mut expanded = Vec::new();
+    for source in sources {
+        for path in glob::expand(&source.location, &source.path).await? {
+            expanded.push(CopyPath {
+                path,
+                ..source.clone()
+            });
+        }
+    }
+    let into = target.location.uri(&target.path).await?;
+    let found = target
+        .location
+        .files
+        .metadata(&into, Default::default())
+        .await;
+    let is_directory = found.as_ref().is_ok_and(|found| found.is_directory);
+    let is_special = found.is_ok_and(|found| !found.is_directory && !found.is_file);
+    if expanded.len() > 1 && !is_directory {
+        return target.is_no_directory();
     }
     let mut outcome = CopyOutcome::default();
-    for source in sources {
-        let to = match source.file_name() {
-            Some(name) if is_directory && !means_content(source) => {
+    for source in &expanded {
+        let from = source.location.uri(&source.path).await?;
+        if !is_directory
+            && ends_with_slash(&target.path)
+            && !source.location.is_directory(&from).await
+        {
+            return target.is_no_directory();
+        }
+        if is_special && target.location.is_local {
+            write_into(source, &target.path).await?;
+            continue;
+        }
+        let to = match source.path.file_name() {
+            Some(name) if is_directory && !means_content(&source.path) => {
                 exec_server_client::fs::child(&into, name)?
             }
             _ => into.clone(),
         };
-        if !is_directory && ends_with_slash(target) && !source.is_dir() {
-            bail!("`{}` is not a directory on the server", target.display());
-        }
-        let bar = ProgressLine::new(flags.quiet);
-        let sent = upload(source, location.files.clone(), &to, options(flags, &bar)).await;
+        let bar = ProgressLine::new(flags.quiet || flags.verbose || flags.dry_run);
+        let root = match means_content(&source.path) {
+            true => Path::new(""),
+            false => source.path.file_name().map_or(Path::new(""), Path::new),
+        };
+        let options = options(flags, &bar, root);
+        let copied = transfer::copy(source.end(&from), target.end(&to), options).await;
         drop(bar);
-        outcome.take(sent);
+        outcome.take(copied, &source.path, &super::shown(&from));
+    }
+    if flags.verbose {
+        outcome.summarize();
     }
     Ok(outcome.code())
 }
 
-async fn fetch(
-    location: &FilesLocation,
-    sources: &[PathBuf],
-    target: &Path,
-    flags: CopyFlags,
-) -> anyhow::Result<ExitCode> {
-    let is_directory = target.is_dir();
-    if sources.len() > 1 && !is_directory {
-        bail!("`{}` is not a directory", target.display());
-    }
-    let mut outcome = CopyOutcome::default();
-    for source in sources {
-        let from = location.uri(source).await?;
-        let to = match source.file_name() {
-            Some(name) if is_directory && !means_content(source) => target.join(name),
-            _ => target.to_owned(),
-        };
-        if !is_directory && ends_with_slash(target) && !location.is_directory(&from).await {
-            bail!("`{}` is not a directory", target.display());
+/// Writes a file into a pipe or a device of this machine, which cannot be replaced.
+async fn write_into(source: &CopyPath, target: &Path) -> anyhow::Result<()> {
+    let failed = || format!("cannot copy `{}`", source.path.display());
+    let from = source.location.uri(&source.path).await?;
+    let reader = source
+        .location
+        .files
+        .open_read(&from, Default::default())
+        .await;
+    let mut reader = reader.with_context(failed)?;
+    let unwritable = || format!("cannot write `{}`", target.display());
+    let path = target.to_owned();
+    let open = move || rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty());
+    // Opening a pipe waits for its reader.
+    let file = tokio::task::spawn_blocking(open).await?;
+    let file = Arc::new(file.with_context(unwritable)?);
+    while let Some(mut chunk) = reader.next_chunk().await.with_context(failed)? {
+        while !chunk.is_empty() {
+            let (file, data) = (Arc::clone(&file), chunk.clone());
+            let written = tokio::task::spawn_blocking(move || rustix::io::write(&*file, &data));
+            let _ = chunk.split_to(written.await?.with_context(unwritable)?);
         }
-        let bar = ProgressLine::new(flags.quiet);
-        let fetched = download(location.files.clone(), &from, &to, options(flags, &bar)).await;
-        drop(bar);
-        outcome.take(fetched);
     }
-    Ok(outcome.code())
+    Ok(())
 }
 
 fn ends_with_slash(path: &Path) -> bool {
@@ -364,24 +378,32 @@ fn ends_with_slash(path: &Path) -> bool {
 /// Outcome of several copies; each failure is printed as it occurs.
 #[derive(Default)]
 struct CopyOutcome {
-    arrived: u64,
+    report: TransferReport,
     failed: usize,
+    is_full: bool,
 }
 
 impl CopyOutcome {
-    fn take(&mut self, result: Result<TransferReport, TransferError>) {
+    /// Adds a result; `typed` is the source as the user wrote it, `source` its path.
+    fn take(&mut self, result: Result<TransferReport, TransferError>, typed: &Path, source: &str) {
         let failures = match result {
             Ok(report) => {
-                self.arrived += report.files + report.links + report.directories;
+                self.report.files += report.files;
+                self.report.links += report.links + report.hard_links;
+                self.report.directories += report.directories;
+                self.report.bytes += report.bytes;
+                self.report.unchanged += report.unchanged;
+                self.report.removed += report.removed;
                 report.failures
             }
             Err(error) => vec![error],
         };
         self.failed += failures.len();
         for failure in failures {
+            self.is_full |= matches!(failure, TransferError::Full { .. });
             let reason = match failure {
-                TransferError::IsDirectory(path) => {
-                    format!("`{path}`: it is a directory (use -r)")
+                TransferError::IsDirectory(path) if path == source => {
+                    format!("`{}`: it is a directory (use -r)", typed.display())
                 }
                 failure => error::message(&failure.into()),
             };
@@ -389,58 +411,31 @@ impl CopyOutcome {
         }
     }
 
+    fn summarize(&self) {
+        let TransferReport {
+            files,
+            bytes: count,
+            unchanged,
+            removed,
+            ..
+        } = &self.report;
+        notice(&format!(
+            "{files} files copied ({}), {unchanged} unchanged, {removed} removed",
+            bytes(*count)
+        ));
+    }
+
     fn code(self) -> ExitCode {
         if self.failed == 0 {
             return ExitCode::SUCCESS;
         }
-        if self.arrived > 0 {
+        let arrived = self.report.files + self.report.links + self.report.directories;
+        if arrived > 0 && !self.is_full {
             notice(&format!(
                 "{} could not be copied, everything else was",
                 self.failed
             ));
         }
         ExitCode::FAILURE
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn copy_arguments_are_classified_as_local_or_remote() {
-        let here = |path: &str| CopySide::Here(path.into());
-        let there =
-            |url: Option<&str>, path: &str| CopySide::There(url.map(Into::into), path.into());
-        for (text, side) in [
-            ("a/b", here("a/b")),
-            ("./a:b", here("./a:b")),
-            ("/a:b", here("/a:b")),
-            (":", there(None, ".")),
-            (":/x:y", there(None, "/x:y")),
-            ("ws://h:4600:/x", there(Some("ws://h:4600"), "/x")),
-            ("ws://h:4600:x:1", there(Some("ws://h:4600"), "x:1")),
-            ("ws://h:/x", there(Some("ws://h"), "/x")),
-            ("ws://h:12x", there(Some("ws://h"), "12x")),
-            ("ws://h:1/p:q", there(Some("ws://h:1/p"), "q")),
-            ("ssh://u@h:22/p:/q", there(Some("ssh://u@h:22/p"), "/q")),
-            ("ssh://h:x", there(Some("ssh://h"), "x")),
-            ("ws://[::1]:46:", there(Some("ws://[::1]:46"), ".")),
-            ("worker:/x", there(Some("worker"), "/x")),
-            ("worker:", there(Some("worker"), ".")),
-            ("./worker:x", here("./worker:x")),
-            (
-                "registry://h:47/env:/x",
-                there(Some("registry://h:47/env"), "/x"),
-            ),
-            ("unix:///run/s:rel", there(Some("unix:///run/s"), "rel")),
-        ] {
-            let parsed = CopySide::parse(text.as_ref(), |name| name == "worker");
-            assert_eq!(parsed.unwrap(), side, "{text}");
-        }
-        for text in ["host:/x", "ws://h:4600", "unix:///run/s", "ws://[::1"] {
-            let parsed = CopySide::parse(text.as_ref(), |name| name == "worker");
-            assert!(parsed.is_err(), "{text}");
-        }
     }
 }

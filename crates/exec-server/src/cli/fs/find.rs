@@ -9,6 +9,7 @@ use exec_server_protocol::fs::{ChangeKind, SearchMatch, WatchIgnore};
 use serde_json::json;
 
 use super::args::{SearchArgs, WatchArgs};
+use super::progress::{FoundCount, with_counter};
 use super::{FilesLocation, native_bytes, prints_to_terminal, push_line};
 use crate::cli::error::notice;
 use crate::cli::print;
@@ -31,9 +32,9 @@ pub(super) async fn search(
         sandbox: None,
     };
     let path = location.uri(&args.path).await?;
-    let result = location
-        .files
-        .search(&path, &args.pattern, options)
+    let title = format!("searching {}", super::shown(&path));
+    let search = location.files.search(&path, &args.pattern, options);
+    let result = with_counter(&title, &FoundCount::default(), search)
         .await
         .with_context(|| format!("cannot search `{}`", args.path.display()))?;
     let nothing = result.matches.is_empty();

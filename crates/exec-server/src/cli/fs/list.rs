@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::process::ExitCode;
+use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
 use exec_server_client::ExecServerError;
@@ -11,7 +12,6 @@ use exec_server_client::fs::{
     DirectoryPages, Feature, ReadDirectoryOptions, TreeWalkOptions, WalkPages, child,
 };
 use exec_server_protocol::PathUri;
-use exec_server_protocol::codes;
 use exec_server_protocol::fs::{DirectoryEntry, MetadataResult, WalkResult};
 use exec_server_protocol::limits::MAX_PAGE_ENTRIES;
 use exec_server_transport::time::date_and_time;
@@ -19,6 +19,7 @@ use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
 use super::args::{LsArgs, StatArgs, WalkArgs};
+use super::progress::{FoundCount, with_counter};
 use super::{FilesLocation, native_bytes, prints_to_terminal, push_line, shown};
 use crate::cli::error::{notice, report};
 use crate::cli::print;
@@ -116,6 +117,7 @@ impl<'a> ListingLines<'a> {
             let options = ReadDirectoryOptions {
                 links: files.supports(Feature::ListLinks).await?,
                 sandbox: None,
+                ..ReadDirectoryOptions::default()
             };
             self.pages = Some(DirectoryPages::new(files.clone(), self.path, options));
         }
@@ -196,7 +198,7 @@ async fn add_metadata(location: &FilesLocation, lines: &mut [ListingLine]) -> an
                     lines[number].found = Some(found);
                 }
                 // A dangling link, or an entry that was removed meanwhile.
-                Err(error) if error.code() == Some(codes::NOT_FOUND) => {}
+                Err(error) if error.is_not_found() => {}
                 Err(error) => return Err(error.into()),
             }
         }
@@ -335,10 +337,14 @@ pub(super) async fn walk(location: &FilesLocation, args: &WalkArgs) -> anyhow::R
         ..TreeWalkOptions::default()
     };
     let path = location.uri(&args.path).await?;
-    let walked = match args.entries > MAX_PAGE_ENTRIES {
-        true => walk_pages(location, &path, options, args.entries).await,
-        false => location.files.walk(&path, options).await,
+    let (title, found) = (format!("listing {}", shown(&path)), FoundCount::default());
+    let walk = async {
+        match args.entries > MAX_PAGE_ENTRIES {
+            true => walk_pages(location, &path, options, args.entries, &found).await,
+            false => location.files.walk(&path, options).await,
+        }
     };
+    let walked = with_counter(&title, &found, walk).await;
     let walked = walked.with_context(|| format!("cannot walk `{}`", args.path.display()))?;
     let failed = !walked.errors.is_empty();
     if args.json {
@@ -374,6 +380,7 @@ async fn walk_pages(
     path: &PathUri,
     options: TreeWalkOptions,
     entries: usize,
+    found: &FoundCount,
 ) -> Result<WalkResult, ExecServerError> {
     let mut pages = WalkPages::new(location.files.clone(), path, options);
     let mut all = WalkResult {
@@ -384,6 +391,7 @@ async fn walk_pages(
     };
     while let Some(page) = pages.next().await? {
         all.entries.extend(page.entries);
+        found.store(all.entries.len() as u64, Ordering::Relaxed);
         all.errors.extend(page.errors);
         all.truncated |= page.truncated;
         if all.entries.len() > entries {

@@ -2,17 +2,22 @@
 
 pub(super) mod args;
 mod change;
+mod chmod;
 mod copy;
+mod edit;
 mod find;
+mod glob;
 mod list;
 mod progress;
+mod side;
+mod tail;
 
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
-use exec_server_client::fs::uri;
+use exec_server_client::fs::resolve;
 use exec_server_client::map::MappedFileSystem;
 use exec_server_client::{ExecutorFileSystem, LocalFileSystem};
 use exec_server_protocol::PathUri;
@@ -32,12 +37,16 @@ pub(super) fn run(args: &FsArgs) -> anyhow::Result<ExitCode> {
         match &args.command {
             FsCommand::Ls(args) => list::ls(&location, args).await,
             FsCommand::Cat(args) => copy::cat(&location, args).await,
-            FsCommand::Put(args) => copy::put(&location, args).await,
-            FsCommand::Get(args) => copy::get(&location, args).await,
+            FsCommand::Put(args) => copy::put(location, args).await,
+            FsCommand::Get(args) => copy::get(location, args).await,
             FsCommand::Stat(args) => list::stat(&location, args).await,
             FsCommand::Rm(args) => change::rm(&location, args).await,
             FsCommand::Mv(args) => change::mv(&location, args).await,
             FsCommand::Cp(args) => change::cp(&location, args).await,
+            FsCommand::Mkdir(args) => change::mkdir(&location, args).await,
+            FsCommand::Chmod(args) => chmod::chmod(&location, args).await,
+            FsCommand::Tail(args) => tail::tail(&location, args).await,
+            FsCommand::Edit(args) => edit::edit(&location, args).await,
             FsCommand::Walk(args) => list::walk(&location, args).await,
             FsCommand::Search(args) => find::search(&location, args).await,
             FsCommand::Watch(args) => find::watch(&location, args).await,
@@ -67,6 +76,10 @@ struct FilesLocation {
     files: Arc<dyn ExecutorFileSystem>,
     /// Base directory of relative paths.
     directory: Option<PathBuf>,
+    /// Home directory of the server's user, if there is a server.
+    home: Option<PathBuf>,
+    /// It is this machine, without a server.
+    is_local: bool,
 }
 
 impl FilesLocation {
@@ -77,6 +90,8 @@ impl FilesLocation {
             return Ok(Self {
                 files: Arc::new(LocalFileSystem::new()),
                 directory: Some(here()?),
+                home: None,
+                is_local: true,
             });
         };
         let on::ReachedSession {
@@ -89,15 +104,17 @@ impl FilesLocation {
             return Ok(Self {
                 files: Arc::new(MappedFileSystem::new(files, map)),
                 directory: Some(here()?),
+                home: None,
+                is_local: false,
             });
         }
-        if directory.is_some() {
-            return Ok(Self { files, directory });
-        }
         let info = client.environment_info().await.ok();
+        let native = |path: &Option<PathUri>| path.as_ref()?.to_native().ok();
         Ok(Self {
-            directory: info.and_then(|info| info.cwd.as_ref()?.to_native().ok()),
+            directory: directory.or_else(|| native(&info.as_ref()?.cwd)),
+            home: info.as_ref().and_then(|info| native(&info.user_home_dir)),
             files,
+            is_local: false,
         })
     }
 
@@ -105,6 +122,18 @@ impl FilesLocation {
     fn native(&self, path: &Path) -> anyhow::Result<PathBuf> {
         if path.is_absolute() {
             return Ok(path.to_owned());
+        }
+        // On this machine the shell has replaced it.
+        if !self.is_local
+            && let Ok(below) = path.strip_prefix("~")
+        {
+            let home = self.home.as_ref().with_context(|| {
+                format!(
+                    "cannot use `{}`: the server does not report its home directory; give an absolute path",
+                    path.display()
+                )
+            })?;
+            return Ok(home.join(below));
         }
         match &self.directory {
             Some(directory) => Ok(directory.join(path)),
@@ -116,22 +145,9 @@ impl FilesLocation {
     }
 
     /// Converts a path on the server to a URI.
-    ///
-    /// The server resolves `..`, since links may lead elsewhere: this function asks for the
-    /// resolved path and never sends `..` itself.
     async fn uri(&self, path: &Path) -> anyhow::Result<PathUri> {
-        let mut exact = PathBuf::new();
-        for component in self.native(path)?.components() {
-            if component != Component::ParentDir {
-                exact.push(component);
-                continue;
-            }
-            let below = self.files.canonicalize(&uri(&exact)?, None).await;
-            let below = below.with_context(|| format!("cannot use `{}`", path.display()))?;
-            exact = below.to_native()?;
-            exact.pop();
-        }
-        Ok(uri(exact)?)
+        let resolved = resolve(&*self.files, &self.native(path)?).await;
+        resolved.with_context(|| format!("cannot use `{}`", path.display()))
     }
 
     /// Whether the path is a directory, or a link to one.

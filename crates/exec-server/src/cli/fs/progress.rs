@@ -1,7 +1,8 @@
-//! Progress line of a copy on the terminal.
+//! Progress line on the terminal: of a copy, and of a request that takes long.
 
 use std::io::Write as _;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use exec_server_client::transfer::{ProgressFn, TransferProgress};
@@ -43,8 +44,7 @@ impl ProgressLine {
                 return;
             }
             line.shown = Some(now);
-            let width = tcgetwinsize(rustix::stdio::stderr()).map_or(80, |size| size.ws_col.into());
-            let text = render(progress, now - line.started_at, width);
+            let text = render(progress, now - line.started_at, terminal_width());
             let mut stderr = std::io::stderr().lock();
             let _ = write!(stderr, "\r\x1b[K{text}");
             let _ = stderr.flush();
@@ -62,6 +62,74 @@ impl Drop for ProgressLine {
             let _ = write!(std::io::stderr(), "\r\x1b[K");
         }
     }
+}
+
+/// Time after which a request shows that it is still running.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Number of entries that a listing has found so far.
+pub(super) type FoundCount = AtomicU64;
+
+/// Waits for a request; on a terminal, shows its title, the time and what it has found once it takes
+/// longer than two seconds.
+pub(super) async fn with_counter<T>(
+    title: &str,
+    found: &FoundCount,
+    request: impl Future<Output = T>,
+) -> T {
+    match isatty(rustix::stdio::stderr()) {
+        true => {
+            count_while(title, found, request, |text| {
+                let mut stderr = std::io::stderr().lock();
+                let _ = write!(stderr, "\r\x1b[K{text}");
+                let _ = stderr.flush();
+            })
+            .await
+        }
+        false => request.await,
+    }
+}
+
+async fn count_while<T>(
+    title: &str,
+    found: &FoundCount,
+    request: impl Future<Output = T>,
+    mut show: impl FnMut(&str),
+) -> T {
+    let mut request = std::pin::pin!(request);
+    let started_at = tokio::time::Instant::now();
+    let mut ticks = tokio::time::interval_at(started_at + PATIENCE, Duration::from_millis(500));
+    let mut is_shown = false;
+    loop {
+        tokio::select! {
+            biased;
+            outcome = &mut request => {
+                if is_shown {
+                    show("");
+                }
+                return outcome;
+            }
+            now = ticks.tick() => {
+                is_shown = true;
+                let seconds = (now - started_at).as_secs();
+                let width = terminal_width();
+                let text = match found.load(Ordering::Relaxed) {
+                    0 => format!("{title}  {seconds} s"),
+                    count => format!("{title}  {count} found  {seconds} s"),
+                };
+                show(&fitting(&visible(&text), width));
+            }
+        }
+    }
+}
+
+fn terminal_width() -> usize {
+    tcgetwinsize(rustix::stdio::stderr()).map_or(80, |size| size.ws_col.into())
+}
+
+/// Cuts a text to the width of the terminal: a wrapped line cannot be overwritten.
+fn fitting(text: &str, width: usize) -> String {
+    text.chars().take(width.saturating_sub(1)).collect()
 }
 
 fn render(progress: &TransferProgress<'_>, elapsed: Duration, width: usize) -> String {
@@ -87,6 +155,42 @@ fn render(progress: &TransferProgress<'_>, elapsed: Duration, width: usize) -> S
         left.as_secs() % 60,
         visible(&name.to_string_lossy()),
     );
-    // The line must fit the width of the terminal: a wrapped line cannot be overwritten.
-    text.chars().take(width.saturating_sub(1)).collect()
+    fitting(&text, width)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn request_shows_a_counter_after_two_seconds_and_erases_it() {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .unwrap();
+        for (seconds, expected) in [
+            (1.9, vec![]),
+            (
+                2.7,
+                vec!["searching  7 found  2 s", "searching  7 found  2 s", ""],
+            ),
+            (
+                3.2,
+                vec![
+                    "searching  7 found  2 s",
+                    "searching  7 found  2 s",
+                    "searching  7 found  3 s",
+                    "",
+                ],
+            ),
+        ] {
+            let mut shown = Vec::new();
+            let found = FoundCount::new(7);
+            let request = tokio::time::sleep(Duration::from_secs_f64(seconds));
+            let show = |text: &str| shown.push(text.to_owned());
+            runtime.block_on(count_while("searching", &found, request, show));
+            assert_eq!(shown, expected, "{seconds}");
+        }
+    }
 }
