@@ -138,7 +138,10 @@ pub(super) fn matches(
                     Err(PolicyError::Disk { path, source }) => {
                         found.extend(closed(&path, source, disk)?);
                     }
-                    Err(_) => {}
+                    Err(other) => {
+                        let source = io::Error::other(other.to_string());
+                        return Err(GlobError::Disk { path, source });
+                    }
                 }
                 continue;
             }

@@ -11,22 +11,24 @@
 //! recognized.
 //!
 //! Several servers may use the same placeholder: each holds a shared lock on its directory, and the
-//! last one removes it. A journal in memory lists the placeholders of this program for the guardian,
-//! which removes them if the server is killed.
+//! last one removes it. What cannot be determined counts as used by another server. The module
+//! `journal` removes the placeholders of a server that was killed.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{LazyLock, OnceLock};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use exec_server_sync::{Mutex, MutexGuard};
 use exec_server_sys::range_lock;
-use rustix::fs::{AtFlags, CWD, FileType, FlockOperation, MemfdFlags, Mode, OFlags, ResolveFlags};
+use rustix::fs::{AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
+
+pub mod journal;
 
 /// Name that is occupied by a link.
 pub const LINKED: &str = ".git";
@@ -44,17 +46,33 @@ const DIRECTORY_MODE: u32 = 0o1555;
 const ATTEMPTS: usize = 16;
 
 /// Number of attempts, one millisecond apart, to lock a directory that another program has locked.
-const LOCK_ATTEMPTS: usize = 20;
+/// Another server needs the lock for microseconds only.
+const LOCK_ATTEMPTS: usize = 200;
+
+/// As [`LOCK_ATTEMPTS`], before a placeholder is removed: the end of a command waits for it.
+const REMOVAL_ATTEMPTS: usize = 20;
+
+/// Pause between attempts.
+const LOCK_PAUSE: Duration = Duration::from_millis(1);
 
 /// Directory with placeholders of this program.
 struct PlaceholderDirectory {
     /// Carries the shared lock.
-    fd: OwnedFd,
-    /// Number of users of each name; 0 if it could not be removed yet.
+    fd: Arc<OwnedFd>,
+    /// Whether other servers see the lock. On a file system without locks, only placeholders that
+    /// this program has created are used.
+    has_locks: bool,
+    /// Number of users of each name; 0 if it could not be removed yet, or is being created.
     names: HashMap<OsString, usize>,
 }
 
-type PlaceholderTable = HashMap<PathBuf, PlaceholderDirectory>;
+/// All placeholders of this program.
+#[derive(Default)]
+struct PlaceholderTable {
+    directories: HashMap<PathBuf, PlaceholderDirectory>,
+    /// Files that list the placeholders for other programs.
+    journals: Vec<OwnedFd>,
+}
 
 fn table() -> MutexGuard<'static, PlaceholderTable> {
     static HELD: LazyLock<Mutex<PlaceholderTable>> = LazyLock::new(Mutex::default);
@@ -67,85 +85,263 @@ pub struct Placeholder(PathBuf);
 
 impl Drop for Placeholder {
     fn drop(&mut self) {
-        let (Some(above), Some(name)) = (self.0.parent(), self.0.file_name()) else {
-            return;
-        };
-        let mut table = table();
-        let Some(directory) = table.get_mut(above) else {
-            return;
-        };
-        let Some(users) = directory.names.get_mut(name) else {
-            return;
-        };
-        *users = users.saturating_sub(1);
-        if *users > 0 {
+        if !table().release(&self.0) {
             return;
         }
-        directory.sweep();
-        if directory.names.is_empty() {
-            table.remove(above);
+        for _ in 0..REMOVAL_ATTEMPTS {
+            if table().sweep(&self.0) {
+                return;
+            }
+            std::thread::sleep(LOCK_PAUSE);
         }
-        record(&table);
+        // Stays in the table and in the journal until its directory is used again.
     }
 }
 
+impl PlaceholderTable {
+    /// Ends one use of a placeholder; returns whether it was the last one.
+    fn release(&mut self, path: &Path) -> bool {
+        let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
+            return false;
+        };
+        let directory = self.directories.get_mut(above);
+        let Some(users) = directory.and_then(|directory| directory.names.get_mut(name)) else {
+            return false;
+        };
+        *users = users.saturating_sub(1);
+        *users == 0
+    }
+
+    /// Removes unused placeholders beside a path; returns false if another program has locked the
+    /// directory.
+    fn sweep(&mut self, path: &Path) -> bool {
+        let Some(above) = path.parent() else {
+            return true;
+        };
+        let Some(directory) = self.directories.get_mut(above) else {
+            return true;
+        };
+        let is_done = directory.sweep();
+        if directory.names.is_empty() {
+            self.directories.remove(above);
+        }
+        // A journal that lists too much makes its reader look at a path in vain.
+        let _ = self.record();
+        is_done
+    }
+
+    /// Holds a path; returns `None` if another program has locked the directory.
+    fn hold(&mut self, path: &Path) -> io::Result<Option<HoldResult>> {
+        let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
+            return Ok(Some(HoldResult::Exists));
+        };
+        if !self.directories.contains_key(above) {
+            match PlaceholderDirectory::open(above) {
+                Ok(directory) => self.directories.insert(above.to_owned(), directory),
+                Err(error) => match Errno::from_io_error(&error) {
+                    Some(Errno::ACCESS) => return refuse_or_ignore(above).map(Some),
+                    Some(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => {
+                        return Ok(Some(HoldResult::Impossible));
+                    }
+                    _ => return Err(error),
+                },
+            };
+        }
+        let held = self.hold_in(above, name);
+        if let Some(directory) = self.directories.get_mut(above) {
+            if !matches!(held, Ok(Some(HoldResult::Held(..))))
+                && directory.names.get(name) == Some(&0)
+            {
+                directory.names.remove(name);
+                let _ = self.record();
+            }
+            if self
+                .directories
+                .get(above)
+                .is_some_and(|directory| directory.names.is_empty())
+            {
+                self.directories.remove(above);
+            }
+        }
+        held
+    }
+
+    /// As [`PlaceholderTable::hold`], in an open directory.
+    fn hold_in(&mut self, above: &Path, name: &OsStr) -> io::Result<Option<HoldResult>> {
+        let Some(directory) = self.directories.get_mut(above) else {
+            return Ok(Some(HoldResult::Impossible));
+        };
+        // Written before the placeholder exists, so that it is found if this program is killed.
+        if !directory.names.contains_key(name) {
+            directory.names.insert(name.to_owned(), 0);
+            self.record()?;
+        }
+        let Some(directory) = self.directories.get_mut(above) else {
+            return Ok(Some(HoldResult::Impossible));
+        };
+        let occupied = {
+            let _excluded = match directory.exclude()? {
+                Exclusion::Busy => return Ok(None),
+                Exclusion::Locked(lock) => Some(lock),
+                Exclusion::Unsupported => None,
+            };
+            occupy(&directory.fd, name)
+        };
+        match occupied {
+            Ok(Occupied::Created(kind) | Occupied::Found(kind)) => {
+                let users = directory.names.entry(name.to_owned()).or_insert(0);
+                if !directory.has_locks && *users == 0 && matches!(occupied, Ok(Occupied::Found(_)))
+                {
+                    return Err(unshared(above, name));
+                }
+                *users += 1;
+                let held = Placeholder(above.join(name));
+                Ok(Some(HoldResult::Held(held, kind == PlaceholderKind::Link)))
+            }
+            Ok(Occupied::Otherwise) => Ok(Some(HoldResult::Exists)),
+            Err(Errno::ACCESS) => refuse_or_ignore(above).map(Some),
+            Err(Errno::PERM | Errno::ROFS | Errno::NOENT | Errno::NOTDIR) => {
+                Ok(Some(HoldResult::Impossible))
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Writes the journals.
+    fn record(&self) -> io::Result<()> {
+        let mut text = Vec::new();
+        for (above, directory) in &self.directories {
+            for name in directory.names.keys() {
+                text.extend_from_slice(above.join(name).as_os_str().as_bytes());
+                text.push(0);
+            }
+        }
+        for journal in &self.journals {
+            journal::write(journal, &text)?;
+        }
+        Ok(())
+    }
+}
+
+/// The error for a placeholder on a file system without locks that may belong to another server.
+fn unshared(above: &Path, name: &OsStr) -> io::Error {
+    let path = above.join(name);
+    let why = format!(
+        "another server may use the placeholder `{}`, and its file system has no locks that would \
+         show this: remove it if no other server runs",
+        path.display()
+    );
+    io::Error::new(io::ErrorKind::AddrInUse, why)
+}
+
 impl PlaceholderDirectory {
-    fn open(path: &Path) -> rustix::io::Result<Self> {
-        let fd = open_directory(path)?;
-        // On file systems without locks, another server may remove a placeholder too early; the
-        // commands of this server are not affected by others that use no sandbox.
-        let _ = range_lock::share(&fd);
+    fn open(path: &Path) -> io::Result<Self> {
+        let fd = Arc::new(open_directory(path)?);
+        let has_locks = match range_lock::share(&fd) {
+            Ok(()) => true,
+            Err(error) if is_unsupported(&error) => false,
+            Err(error) => return Err(error),
+        };
         Ok(Self {
             fd,
+            has_locks,
             names: HashMap::new(),
         })
     }
 
-    /// Removes the names that this program does not use any more, unless another program uses names
-    /// in this directory. The last program to release the directory removes them all.
-    fn sweep(&mut self) {
-        let _excluded = exclude(&self.fd);
-        if self.names.values().all(|&users| users == 0) {
-            let _ = range_lock::release(&self.fd);
-            if !range_lock::is_held_elsewhere(&self.fd).unwrap_or(false) {
-                for name in self.names.keys() {
-                    remove(&self.fd, name);
-                }
+    fn exclude(&mut self) -> io::Result<Exclusion> {
+        if !self.has_locks {
+            return Ok(Exclusion::Unsupported);
+        }
+        match exclude(&self.fd) {
+            Ok(Exclusion::Unsupported) if self.names.values().all(|&users| users == 0) => {
+                self.has_locks = false;
+                Ok(Exclusion::Unsupported)
             }
-            self.names.clear();
-        } else if !range_lock::is_held_elsewhere(&self.fd).unwrap_or(false) {
-            let fd = &self.fd;
-            self.names.retain(|name, users| {
-                if *users == 0 {
-                    remove(fd, name);
-                }
-                *users > 0
-            });
+            excluded => excluded,
         }
     }
+
+    /// Removes the names that this program does not use any more, unless another program uses names
+    /// in this directory. The last program to release the directory removes them all. Returns false
+    /// if another program has locked the directory, or if this cannot be determined.
+    fn sweep(&mut self) -> bool {
+        let unused = |users: &usize| *users == 0;
+        if !self.has_locks {
+            self.remove_unused();
+            return true;
+        }
+        let Ok(Exclusion::Locked(_excluded)) = exclude(&self.fd) else {
+            return false;
+        };
+        let is_last = self.names.values().all(unused);
+        if is_last && range_lock::release(&self.fd).is_err() {
+            return false;
+        }
+        match range_lock::is_held_elsewhere(&self.fd) {
+            Ok(false) => {
+                self.remove_unused();
+                true
+            }
+            Ok(true) => {
+                if is_last {
+                    self.names.clear();
+                }
+                true
+            }
+            // Another program may use them: they stay, and are removed later.
+            Err(_) => {
+                if is_last {
+                    let _ = range_lock::share(&self.fd);
+                }
+                false
+            }
+        }
+    }
+
+    fn remove_unused(&mut self) {
+        let fd = &self.fd;
+        self.names.retain(|name, users| {
+            if *users == 0 {
+                remove(fd, name);
+            }
+            *users > 0
+        });
+    }
+}
+
+/// Whether the file system of a directory has no locks.
+fn is_unsupported(error: &io::Error) -> bool {
+    matches!(
+        Errno::from_io_error(error),
+        Some(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP | Errno::NOLCK)
+    )
 }
 
 /// Exclusive lock on a directory, for the short time in which placeholders are created or removed.
-/// `None` if another program keeps the directory locked.
-struct DirectoryLock<'a>(&'a OwnedFd);
+struct DirectoryLock(Arc<OwnedFd>);
 
-fn exclude(directory: &OwnedFd) -> Option<DirectoryLock<'_>> {
-    for attempt in 0..LOCK_ATTEMPTS {
-        if attempt > 0 {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        match rustix::fs::flock(directory, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Some(DirectoryLock(directory)),
-            Err(Errno::WOULDBLOCK) => {}
-            Err(_) => return None,
-        }
-    }
-    None
+/// Result of an attempt to lock a directory.
+enum Exclusion {
+    Locked(DirectoryLock),
+    /// Another program has locked it.
+    Busy,
+    /// Its file system has no locks.
+    Unsupported,
 }
 
-impl Drop for DirectoryLock<'_> {
+fn exclude(directory: &Arc<OwnedFd>) -> io::Result<Exclusion> {
+    match rustix::fs::flock(directory, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(Exclusion::Locked(DirectoryLock(Arc::clone(directory)))),
+        Err(Errno::WOULDBLOCK) => Ok(Exclusion::Busy),
+        Err(error) if is_unsupported(&error.into()) => Ok(Exclusion::Unsupported),
+        Err(error) => Err(error.into()),
+    }
+}
+
+impl Drop for DirectoryLock {
     fn drop(&mut self) {
-        let _ = rustix::fs::flock(self.0, FlockOperation::Unlock);
+        let _ = rustix::fs::flock(&self.0, FlockOperation::Unlock);
     }
 }
 
@@ -222,45 +418,24 @@ fn is_empty(directory: &OwnedFd) -> bool {
 ///
 /// # Errors
 ///
-/// If nothing can be created at the path now, but the sandboxed process could change that; or if the
-/// disk fails with an error that does not show what the process could do.
+/// If nothing can be created at the path now, but the sandboxed process could change that; if another
+/// program keeps the directory locked, so that another server could remove the placeholder; or if
+/// the disk fails with an error that does not show what the process could do.
 pub fn hold(path: &Path) -> io::Result<HoldResult> {
-    let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
-        return Ok(HoldResult::Exists);
-    };
-    let mut table = table();
-    if !table.contains_key(above) {
-        match PlaceholderDirectory::open(above) {
-            Ok(directory) => table.insert(above.to_owned(), directory),
-            Err(Errno::ACCESS) => return refuse_or_ignore(above),
-            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => return Ok(HoldResult::Impossible),
-            Err(error) => return Err(error.into()),
-        };
-    }
-    let Some(directory) = table.get_mut(above) else {
-        return Ok(HoldResult::Impossible);
-    };
-    let excluded = exclude(&directory.fd);
-    let occupied = occupy(&directory.fd, name);
-    drop(excluded);
-    let held = match occupied {
-        Ok(Some(sort)) => {
-            *directory.names.entry(name.to_owned()).or_insert(0) += 1;
-            Ok(HoldResult::Held(
-                Placeholder(path.to_owned()),
-                sort == PlaceholderKind::Link,
-            ))
+    for attempt in 0..LOCK_ATTEMPTS {
+        if attempt > 0 {
+            std::thread::sleep(LOCK_PAUSE);
         }
-        Ok(None) => Ok(HoldResult::Exists),
-        Err(Errno::ACCESS) => refuse_or_ignore(above),
-        Err(Errno::PERM | Errno::ROFS | Errno::NOENT | Errno::NOTDIR) => Ok(HoldResult::Impossible),
-        Err(error) => Err(error.into()),
-    };
-    if directory.names.is_empty() {
-        table.remove(above);
+        if let Some(held) = table().hold(path)? {
+            return Ok(held);
+        }
     }
-    record(&table);
-    held
+    let directory = path.parent().unwrap_or(path);
+    let why = format!(
+        "another program keeps `{}` locked (flock): end it, then try again",
+        directory.display()
+    );
+    Err(io::Error::new(io::ErrorKind::ResourceBusy, why))
 }
 
 /// Decides about a directory in which nothing can be created: its owner can change that, and so can
@@ -287,24 +462,32 @@ fn refuse_or_ignore(directory: &Path) -> io::Result<HoldResult> {
     Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
 }
 
-/// Creates a placeholder, or finds one; returns `None` if something else exists.
-fn occupy(directory: &OwnedFd, name: &OsStr) -> rustix::io::Result<Option<PlaceholderKind>> {
+/// What is at a name after an attempt to create a placeholder.
+enum Occupied {
+    Created(PlaceholderKind),
+    Found(PlaceholderKind),
+    /// Something else.
+    Otherwise,
+}
+
+/// Creates a placeholder, or finds one.
+fn occupy(directory: &OwnedFd, name: &OsStr) -> rustix::io::Result<Occupied> {
     for _ in 0..ATTEMPTS {
         match create(directory, name) {
-            Ok(sort) => return Ok(Some(sort)),
+            Ok(kind) => return Ok(Occupied::Created(kind)),
             Err(Errno::EXIST) => {}
             Err(error) => return Err(error),
         }
-        if let Some(sort) = kind_of(directory, name) {
-            return Ok(Some(sort));
+        if let Some(kind) = kind_of(directory, name) {
+            return Ok(Occupied::Found(kind));
         }
         match rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
             // Removed by its previous user.
             Err(Errno::NOENT) => {}
-            _ => return Ok(None),
+            _ => return Ok(Occupied::Otherwise),
         }
     }
-    Ok(None)
+    Ok(Occupied::Otherwise)
 }
 
 fn create(directory: &OwnedFd, name: &OsStr) -> rustix::io::Result<PlaceholderKind> {
@@ -370,172 +553,5 @@ fn open_directory(path: &Path) -> rustix::io::Result<OwnedFd> {
     )
 }
 
-/// File in memory with the paths of all placeholders of this program, each with a zero byte.
-static JOURNAL: OnceLock<OwnedFd> = OnceLock::new();
-
-/// Opens the journal, which the guardian inherits. Without it, the next sandbox in the same
-/// directory removes what a killed server has left.
-pub fn open_journal() {
-    if let Ok(file) = rustix::fs::memfd_create(c"exec-server-placeholders", MemfdFlags::CLOEXEC) {
-        let _ = JOURNAL.set(file);
-    }
-}
-
-/// Writes the journal.
-fn record(table: &PlaceholderTable) {
-    let Some(journal) = JOURNAL.get() else {
-        return;
-    };
-    let mut text = Vec::new();
-    for (above, directory) in table {
-        for name in directory.names.keys() {
-            text.extend_from_slice(above.join(name).as_os_str().as_bytes());
-            text.push(0);
-        }
-    }
-    // A list that is cut by a sudden death ends in an incomplete path, which does not exist.
-    let _ = rustix::io::pwrite(journal, &text, 0);
-    let _ = rustix::fs::ftruncate(journal, text.len() as u64);
-}
-
-/// Removes the placeholders in the journal. For the guardian, after the server and all its
-/// processes have ended.
-pub fn remove_left() {
-    /// Maximum number of bytes that are read from the journal.
-    const BYTES: usize = 1 << 20;
-    let Some(journal) = JOURNAL.get() else {
-        return;
-    };
-    let mut bytes = vec![0; BYTES];
-    let read = rustix::io::pread(journal, &mut bytes, 0).unwrap_or(0);
-    for path in bytes[..read].split(|&byte| byte == 0) {
-        let path = PathBuf::from(OsString::from_vec(path.to_vec()));
-        let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
-            continue;
-        };
-        let Ok(directory) = open_directory(above) else {
-            continue;
-        };
-        let _excluded = exclude(&directory);
-        if !range_lock::is_held_elsewhere(&directory).unwrap_or(false) {
-            remove(&directory, name);
-        }
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn held(path: &Path) -> Placeholder {
-        match hold(path).unwrap() {
-            HoldResult::Held(held, _) => held,
-            other => panic!("{other:?}"),
-        }
-    }
-
-    fn exists(path: &Path) -> bool {
-        std::fs::symlink_metadata(path).is_ok()
-    }
-
-    #[test]
-    fn placeholder_is_removed_after_its_last_user() {
-        let directory = tempfile::tempdir().unwrap();
-        for name in [".git", ".codex"] {
-            let path = directory.path().join(name);
-            let first = held(&path);
-            assert!(is_one(&path));
-            let second = held(&path);
-            drop(first);
-            assert!(exists(&path), "{name}");
-            drop(second);
-            assert!(!exists(&path), "{name}");
-        }
-    }
-
-    #[test]
-    fn placeholder_of_git_is_a_link_that_leads_nowhere() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join(".git");
-        let _held = held(&path);
-        assert!(exists(&path) && !path.exists());
-        let written = std::fs::write(&path, "x");
-        assert!(written.is_err(), "{written:?}");
-    }
-
-    #[test]
-    fn placeholder_stays_while_another_program_uses_its_directory() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join(".codex");
-        let other = open_directory(directory.path()).unwrap();
-        range_lock::share(&other).unwrap();
-        drop(held(&path));
-        assert!(is_one(&path), "removed although another program uses it");
-        drop(other);
-        drop(held(&path));
-        assert!(!exists(&path));
-    }
-
-    #[test]
-    fn stale_placeholder_of_every_kind_is_reused_and_removed() {
-        use std::os::unix::fs::PermissionsExt as _;
-        let directory = tempfile::tempdir().unwrap();
-        let [socket, link, dir] =
-            [".codex", ".git", ".aws"].map(|name| directory.path().join(name));
-        let mode = Mode::from_raw_mode(SOCKET_MODE);
-        rustix::fs::mknodat(CWD, &socket, FileType::Socket, mode, 0).unwrap();
-        rustix::fs::symlink(LINK_TARGET, &link).unwrap();
-        std::fs::create_dir(&dir).unwrap();
-        let mode = std::fs::Permissions::from_mode(DIRECTORY_MODE);
-        std::fs::set_permissions(&dir, mode).unwrap();
-        for path in [socket, link, dir] {
-            assert!(is_one(&path), "{path:?}");
-            drop(held(&path));
-            assert!(!exists(&path), "{path:?}");
-        }
-    }
-
-    #[test]
-    fn hold_leaves_existing_files_and_directories_unchanged() {
-        let directory = tempfile::tempdir().unwrap();
-        for (name, is_dir) in [("dir", true), ("file", false)] {
-            let path = directory.path().join(name);
-            if is_dir {
-                std::fs::create_dir(&path).unwrap();
-            } else {
-                std::fs::write(&path, "x").unwrap();
-            }
-            assert!(matches!(hold(&path).unwrap(), HoldResult::Exists), "{name}");
-            assert!(path.exists());
-        }
-        let link = directory.path().join("link");
-        std::os::unix::fs::symlink("/", &link).unwrap();
-        assert!(matches!(hold(&link).unwrap(), HoldResult::Exists));
-        assert!(matches!(
-            hold(&link.join("x")).unwrap(),
-            HoldResult::Impossible
-        ));
-        let replaced = directory.path().join(".codex");
-        let held = held(&replaced);
-        std::fs::remove_file(&replaced).unwrap();
-        std::fs::write(&replaced, "x").unwrap();
-        drop(held);
-        assert_eq!(std::fs::read(&replaced).unwrap(), b"x");
-    }
-
-    #[test]
-    fn journal_lists_held_placeholders_and_cleanup_removes_them() {
-        let directory = tempfile::tempdir().unwrap();
-        open_journal();
-        let path = directory.path().join(".codex");
-        let held = held(&path);
-        // Another open file description of this program holds the lock.
-        remove_left();
-        assert!(is_one(&path));
-        let above = table().remove(directory.path()).unwrap();
-        drop(above);
-        remove_left();
-        assert!(!exists(&path));
-        drop(held);
-    }
-}
+mod tests;
