@@ -12,6 +12,7 @@
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
 use std::fs;
+use std::io;
 use std::os::fd::{AsFd, AsRawFd as _};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Component, Path, PathBuf};
@@ -20,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use exec_server_sync::RwLock;
 use rustix::fs::{AtFlags, FileType, OFlags, Stat, StatxFlags};
+use rustix::io::Errno;
 use rustix::process::Pid;
 use rustix::time::ClockId;
 use serde::{Deserialize, Serialize};
@@ -69,6 +71,8 @@ pub(crate) struct ProtectedFiles {
     files: Vec<Id>,
     names: Vec<(Id, Vec<u8>)>,
     above: Vec<Id>,
+    /// Protected directories that were not examined completely.
+    unknown: Vec<Vec<u8>>,
 }
 
 /// Identities of the protected files and directories.
@@ -87,7 +91,8 @@ struct Found {
     last: HashSet<OsString>,
     /// Protected directories.
     trees: Vec<PathBuf>,
-    /// Protected directories have more than [`MAX_FILES`] files.
+    /// Protected directories were not examined completely: they have more than [`MAX_FILES`] files,
+    /// or a part of them could not be read. Files in them are recognized by their path.
     is_cut: bool,
     /// The same in an order that depends only on its content.
     shared: Arc<ProtectedFiles>,
@@ -140,6 +145,12 @@ pub(crate) fn protect_received(files: ProtectedFiles) {
     found.since = (i64::MAX, 0);
     found.files.extend(&files.files);
     found.above.extend(&files.above);
+    let unknown = files
+        .unknown
+        .iter()
+        .map(|path| PathBuf::from(OsStr::from_bytes(path)));
+    found.trees.extend(unknown);
+    found.is_cut = !found.trees.is_empty();
     for (directory, name) in &files.names {
         let names = found.names.entry(*directory).or_default();
         names.insert(OsStr::from_bytes(name).to_owned());
@@ -192,6 +203,10 @@ fn renewed() -> Option<Arc<Found>> {
     Some(found)
 }
 
+fn bytes_of(path: &PathBuf) -> Vec<u8> {
+    path.as_os_str().as_bytes().to_vec()
+}
+
 fn id(stat: &Stat) -> Id {
     (stat.st_dev, stat.st_ino)
 }
@@ -233,6 +248,10 @@ impl Found {
             files: sorted(&found.files),
             names,
             above: sorted(&found.above),
+            unknown: match found.is_cut {
+                true => found.trees.iter().map(bytes_of).collect(),
+                false => Vec::new(),
+            },
         });
         found
     }
@@ -247,21 +266,36 @@ impl Found {
         }
         let mut directories = found.trees.clone();
         while let Some(directory) = directories.pop() {
-            for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
-                if found.files.len() >= MAX_FILES {
-                    found.is_cut = true;
-                    return;
-                }
-                let path = entry.path();
-                let Ok(stat) = rustix::fs::lstat(&path) else {
-                    continue;
-                };
-                let is_new = found.files.insert(id(&stat));
-                if is_new && file_type(&stat) == FileType::Directory {
-                    directories.push(path);
-                }
+            if let Err(error) = found.collect_in(&directory, &mut directories)
+                && error.kind() != io::ErrorKind::NotFound
+            {
+                found.is_cut = true;
+            }
+            if found.files.len() >= MAX_FILES {
+                found.is_cut = true;
+                return;
             }
         }
+    }
+
+    /// Adds the files in a protected directory, and its directories to those to be examined.
+    fn collect_in(&mut self, directory: &Path, directories: &mut Vec<PathBuf>) -> io::Result<()> {
+        for entry in fs::read_dir(directory)? {
+            if self.files.len() >= MAX_FILES {
+                return Ok(());
+            }
+            let path = entry?.path();
+            let stat = match rustix::fs::lstat(&path) {
+                Ok(stat) => stat,
+                Err(Errno::NOENT) => continue,
+                Err(error) => return Err(error.into()),
+            };
+            let is_new = self.files.insert(id(&stat));
+            if is_new && file_type(&stat) == FileType::Directory {
+                directories.push(path);
+            }
+        }
+        Ok(())
     }
 
     /// Adds the name of a path, the names of all links on the way to it, and the directories above.
@@ -272,6 +306,7 @@ impl Found {
         let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
             return;
         };
+        self.last.insert(name.to_owned());
         for above in parent.ancestors() {
             if fs::symlink_metadata(above).is_ok_and(|found| found.is_symlink()) {
                 self.add(above, links_left);
@@ -290,7 +325,6 @@ impl Found {
             .entry(directory)
             .or_default()
             .insert(name.to_owned());
-        self.last.insert(name.to_owned());
         let path = parent.join(name);
         match fs::read_link(&path) {
             Ok(to) => self.add(&parent.join(to), links_left),
@@ -330,6 +364,7 @@ fn is_protected(id: Id, changed: (i64, i64), path: impl FnOnce() -> Option<PathB
     match path() {
         Some(path) if !found.may_have_become(&path) => false,
         Some(path) if found.is_cut && found.is_in_tree(&path) => true,
+        None if found.is_cut => true,
         _ => renewed().is_some_and(|found| found.files.contains(&id)),
     }
 }
@@ -526,6 +561,7 @@ fn check_name(
         let names = found.names.get(&around);
         names.is_some_and(|names| names.contains(name))
             || found.files.contains(&around)
+            || found.is_cut && path_of(&directory).is_none_or(|above| found.is_in_tree(&above))
             || there.is_some_and(|there| is_refused(found, there))
     };
     // The examination is repeated, because a new file may have the inode number of a removed one.
@@ -544,7 +580,8 @@ pub(super) fn is_protected_stat(stat: &Stat, path: impl FnOnce() -> PathBuf) -> 
 /// Whether a directory that a watch would register is protected.
 pub(super) fn is_protected_directory(path: &Path) -> bool {
     recent().is_some_and(|found| {
-        rustix::fs::lstat(path).is_ok_and(|there| found.files.contains(&id(&there)))
+        found.is_cut && found.is_in_tree(path)
+            || rustix::fs::lstat(path).is_ok_and(|there| found.files.contains(&id(&there)))
     })
 }
 
