@@ -4,6 +4,7 @@
 //! sandbox. Connections that a process makes itself are not seen here.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 
 use exec_server_sync::Mutex;
@@ -48,14 +49,37 @@ pub fn is_own(address: SocketAddr) -> bool {
 
 /// Returns whether packets to an address are delivered to this machine.
 fn is_local(address: IpAddr) -> bool {
+    is_local_by(address, |address| UdpSocket::bind((address, 0)).map(drop))
+}
+
+/// As [`is_local`], with a function that binds a socket to an address.
+fn is_local_by(address: IpAddr, bind: impl FnOnce(IpAddr) -> io::Result<()>) -> bool {
     let address = address.to_canonical();
-    // Only a local address can be bound.
-    address.is_loopback() || address.is_unspecified() || UdpSocket::bind((address, 0)).is_ok()
+    if address.is_loopback() || address.is_unspecified() {
+        return true;
+    }
+    // Only a local address can be bound. Another error, for example that this process has no free
+    // descriptor, shows nothing about the address.
+    !bind(address).is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn address_is_local_if_an_error_does_not_show_the_contrary() {
+        let address: IpAddr = "192.0.2.1".parse().unwrap();
+        for (error, local) in [
+            (None, true),
+            (Some(io::ErrorKind::AddrNotAvailable), false),
+            (Some(io::ErrorKind::PermissionDenied), true),
+            (Some(io::ErrorKind::Other), true),
+        ] {
+            let found = is_local_by(address, |_| error.map_or(Ok(()), |kind| Err(kind.into())));
+            assert_eq!(found, local, "{error:?}");
+        }
+    }
 
     #[test]
     fn own_listener_is_recognized_in_every_notation() {

@@ -86,6 +86,8 @@ pub enum LocalPeer {
     Process(Pid),
     /// The addresses of both ends of a TCP connection: the peer's, and the listener's.
     Addresses(SocketAddr, SocketAddr),
+    /// The system could not determine it.
+    Unknown,
 }
 
 /// Whether the process behind a connection is sandboxed by this program.
@@ -113,6 +115,7 @@ pub fn admit(peer: LocalPeer) -> Admitted {
     }
     match peer {
         LocalPeer::Process(pid) => is_sandboxed(pid),
+        LocalPeer::Unknown => Admitted::Unknown,
         LocalPeer::Addresses(peer, _) if !is_local(peer.ip()) => Admitted::Yes,
         LocalPeer::Addresses(peer, listener) => {
             let Some(socket) = local_peer::tcp_socket(peer, listener) else {
@@ -192,6 +195,7 @@ mod tests {
         assert_eq!(admit(LocalPeer::Addresses(peer, here)), Admitted::No);
         drop(client);
         assert_eq!(admit(LocalPeer::Addresses(peer, here)), Admitted::Unknown);
+        assert_eq!(admit(LocalPeer::Unknown), Admitted::Unknown);
         drop(connecting);
         // A connection that it made may be accepted after its end.
         assert_eq!(admit(LocalPeer::Addresses(peer, here)), Admitted::Unknown);

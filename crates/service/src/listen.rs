@@ -332,7 +332,7 @@ impl Listener {
         };
         // A process that was not sandboxed when it connected need not be asked for.
         let suspect = local_clients::is_reachable_from_sandboxes();
-        let local = suspect.then(|| local_peer(&connection, peer)).flatten();
+        let local = suspect.then(|| local_peer(&connection, peer));
         let visitor = AcceptedConnection {
             local,
             server: server.clone(),
@@ -360,14 +360,19 @@ impl Listener {
     }
 }
 
-/// Returns the process or the addresses that identify the peer of a connection, if they are known.
-fn local_peer(connection: &OwnedFd, peer: Option<SocketAddr>) -> Option<LocalPeer> {
+/// Returns the process or the addresses that identify the peer of a connection.
+fn local_peer(connection: impl AsFd, peer: Option<SocketAddr>) -> LocalPeer {
     if let Some(peer) = peer {
-        let listener = rustix::net::getsockname(connection).ok()?;
-        return Some(LocalPeer::Addresses(peer, listener.try_into().ok()?));
+        let listener = rustix::net::getsockname(connection).map(SocketAddr::try_from);
+        return match listener {
+            Ok(Ok(listener)) => LocalPeer::Addresses(peer, listener),
+            _ => LocalPeer::Unknown,
+        };
     }
-    let credentials = rustix::net::sockopt::socket_peercred(connection).ok()?;
-    Some(LocalPeer::Process(credentials.pid))
+    match rustix::net::sockopt::socket_peercred(connection) {
+        Ok(credentials) => LocalPeer::Process(credentials.pid),
+        Err(_) => LocalPeer::Unknown,
+    }
 }
 
 /// Sets options that accepted connections inherit: no delay for small packets, a small send buffer
@@ -494,7 +499,7 @@ impl AcceptedConnection {
                 }
                 return;
             }
-            Err(answer) => answer,
+            Err(answer) => head.without_needless_body(answer),
         };
         let _ = writer.write_all(&answer).await;
         let _ = writer.shutdown().await;
@@ -508,9 +513,8 @@ impl AcceptedConnection {
         process: Admitted,
     ) -> Result<(String, AdmittedConnection), Vec<u8>> {
         if process == Admitted::No {
-            let text = "a sandboxed process must not use its own server";
-            self.refuse(RefusalCause::Sandbox, text);
-            return Err(response(403, text, None));
+            self.refuse(RefusalCause::Sandbox, peer_owner::SANDBOXED);
+            return Err(response(403, peer_owner::SANDBOXED, None));
         }
         if !self.guard.allows_origin(head) {
             // The request comes from a web page. Without this check every page could use a server
@@ -552,10 +556,8 @@ impl AcceptedConnection {
             identity.proof = AuthMethod::Certificate;
         }
         if process == Admitted::Unknown && identity.proof == AuthMethod::None {
-            let text = "the connecting process cannot be determined while sandboxed processes may \
-                        use the network: use a token";
-            self.refuse(RefusalCause::Sandbox, text);
-            return Err(response(403, text, None));
+            self.refuse(RefusalCause::Sandbox, peer_owner::UNKNOWN);
+            return Err(response(403, peer_owner::UNKNOWN, None));
         }
         match self.counted.refusal() {
             Some(limit) => {
@@ -679,7 +681,7 @@ mod tests {
             target: target.to_owned(),
             headers: headers
                 .iter()
-                .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
+                .map(|(k, v)| ((*k).to_owned(), (*v).to_owned().into()))
                 .collect(),
             ..HttpHead::default()
         }
@@ -746,6 +748,23 @@ mod tests {
         client.write_all(b"x").await.unwrap();
         let (accepted, _) = listener.accept().await.unwrap();
         assert!(accepted.nodelay().unwrap());
+    }
+
+    #[test]
+    fn peer_that_the_system_does_not_name_is_unknown() {
+        let (reader, _writer) = std::io::pipe().unwrap();
+        let address = "127.0.0.1:1".parse().unwrap();
+        for peer in [Some(address), None] {
+            let found = local_peer(&reader, peer);
+            assert!(matches!(found, LocalPeer::Unknown), "{found:?}");
+        }
+        let (one, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        assert!(matches!(local_peer(&one, None), LocalPeer::Process(_)));
+        // The addresses of a unix socket are not those of a TCP connection.
+        assert!(matches!(
+            local_peer(&one, Some(address)),
+            LocalPeer::Unknown
+        ));
     }
 
     #[tokio::test]

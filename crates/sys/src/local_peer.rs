@@ -3,6 +3,7 @@
 //! Reads `/proc`, so every function blocks.
 
 use std::fs;
+use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
 use rustix::process::Pid;
@@ -18,9 +19,18 @@ pub struct TcpSocket {
 
 /// Returns whether packets to an address are delivered to this machine.
 pub fn is_local(address: IpAddr) -> bool {
+    is_local_by(address, |address| UdpSocket::bind((address, 0)).map(drop))
+}
+
+/// As [`is_local`], with a function that binds a socket to an address.
+fn is_local_by(address: IpAddr, bind: impl FnOnce(IpAddr) -> io::Result<()>) -> bool {
     let address = address.to_canonical();
-    // Only a local address can be bound.
-    address.is_loopback() || address.is_unspecified() || UdpSocket::bind((address, 0)).is_ok()
+    if address.is_loopback() || address.is_unspecified() {
+        return true;
+    }
+    // Only a local address can be bound. Another error, for example that this process has no free
+    // descriptor, shows nothing about the address.
+    !bind(address).is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable)
 }
 
 /// Returns the socket with these addresses; `None` if there is none in this network namespace.
@@ -140,6 +150,20 @@ mod tests {
             ("2001:db8::1", false),
         ] {
             assert_eq!(is_local(address.parse().unwrap()), local, "{address}");
+        }
+    }
+
+    #[test]
+    fn address_is_local_if_an_error_does_not_show_the_contrary() {
+        let address: IpAddr = "192.0.2.1".parse().unwrap();
+        for (error, local) in [
+            (None, true),
+            (Some(io::ErrorKind::AddrNotAvailable), false),
+            (Some(io::ErrorKind::PermissionDenied), true),
+            (Some(io::ErrorKind::Other), true),
+        ] {
+            let found = is_local_by(address, |_| error.map_or(Ok(()), |kind| Err(kind.into())));
+            assert_eq!(found, local, "{error:?}");
         }
     }
 
