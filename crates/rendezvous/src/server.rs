@@ -295,6 +295,14 @@ impl RendezvousServer {
 }
 
 impl RendezvousShared {
+    /// The path of the public URL, which a proxy may pass on.
+    fn prefix(&self) -> &str {
+        let url = self.config.public_url.as_deref().unwrap_or_default();
+        let rest = url.split_once("://").map_or("", |(_, rest)| rest);
+        rest.find('/')
+            .map_or("", |at| rest[at..].trim_end_matches('/'))
+    }
+
     fn is_draining(&self) -> bool {
         self.stop.is_cancelled() || self.draining.load(Ordering::Relaxed)
     }
@@ -379,17 +387,25 @@ async fn answer_metrics_request(
     shared: &RendezvousShared,
     mut stream: TcpStream,
 ) -> io::Result<()> {
-    let head = http::read_head(&mut stream, HeadKind::Request).await?;
+    let head = match http::read_head(&mut stream, HeadKind::Request).await {
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+            let answer = PlainResponse::text(400, &error.to_string());
+            stream.write_all(&answer.encode(false)).await?;
+            return stream.shutdown().await;
+        }
+        head => head?,
+    };
     let answer = match (shared.health(&head), head.path()) {
         // Metrics are never served to web pages.
         _ if head.header("origin").is_some() => PlainResponse::text(403, ""),
         (Some(answer), _) => answer,
-        (None, "/metrics") if head.method == "GET" => {
+        (None, "/metrics") if head.method == "GET" || head.method == "HEAD" => {
             PlainResponse::text(200, &shared.render_metrics())
         }
         _ => PlainResponse::text(404, ""),
     };
-    stream.write_all(&answer.encode(false)).await?;
+    let answer = head.without_needless_body(answer.encode(false));
+    stream.write_all(&answer).await?;
     stream.shutdown().await
 }
 
@@ -462,7 +478,7 @@ impl HttpConnectionState {
                 }
                 Ok(Err(None)) | Err(_) => return,
             };
-            let answer = match RequestPath::of(head.path()) {
+            let answer = match RequestPath::of(head.path(), shared.prefix()) {
                 _ if head.header("origin").is_some() => {
                     // A web page: any page could otherwise reach a rendezvous server on this
                     // machine.
@@ -511,9 +527,8 @@ impl HttpConnectionState {
                 }),
             };
             let keep = !head.has_token("connection", "close") && !shared.stop.is_cancelled();
-            if writer.write_all(&answer.encode(keep)).await.is_err()
-                || writer.flush().await.is_err()
-            {
+            let answer = head.without_needless_body(answer.encode(keep));
+            if writer.write_all(&answer).await.is_err() || writer.flush().await.is_err() {
                 return;
             }
             if !keep {
@@ -1208,12 +1223,16 @@ enum RegistryCall<'a> {
 }
 
 impl<'a> RequestPath<'a> {
-    fn of(path: &'a str) -> Option<Self> {
+    /// Parses a path, which may begin with the path of the server's public URL.
+    fn of(path: &'a str, public: &str) -> Option<Self> {
         if path == "/events" {
             let (prefix, call) = ("", RegistryCall::Events);
             return Some(Self { prefix, call });
         }
         let (prefix, rest) = path.split_once("/cloud/")?;
+        if !prefix.is_empty() && prefix != public {
+            return None;
+        }
         let call = match rest.split('/').collect::<Vec<_>>()[..] {
             ["environment", id, "register"] => RegistryCall::Register(id),
             ["environment", id, "connect"] => RegistryCall::Connect(id),
@@ -1300,11 +1319,9 @@ async fn read_request(
     if head.header("transfer-encoding").is_some() {
         return Err(Some(PlainResponse::text(411, "expected Content-Length")));
     }
-    let lengths: Vec<&str> = head.headers_named("content-length").collect();
-    let length = match lengths[..] {
-        [] => Some(0),
-        [length] => length.parse::<usize>().ok(),
-        _ => None,
+    let length = match head.header("content-length") {
+        None => Some(0),
+        Some(length) => length.parse::<usize>().ok(),
     };
     let length = length.ok_or_else(|| Some(PlainResponse::text(400, "invalid Content-Length")))?;
     if length > MAX_BODY_BYTES {
@@ -1414,8 +1431,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn path_parse_accepts_a_prefix_and_rejects_unknown_paths() {
-        let of = |path| RequestPath::of(path).map(|path| (path.prefix, path.call));
+    fn path_parse_accepts_the_public_prefix_and_rejects_unknown_paths() {
+        let of = |path| RequestPath::of(path, "/a/b").map(|path| (path.prefix, path.call));
         let register = Some(("", RegistryCall::Register("env-1")));
         assert_eq!(of("/cloud/environment/env-1/register"), register);
         let connect = Some(("/a/b", RegistryCall::Connect("x")));
@@ -1427,6 +1444,9 @@ mod tests {
             "/cloud/environment/a/b/register",
             "/cloud/environment/a/direct/register",
             "/cloud/x/register",
+            "/a/cloud/environment/x/connect",
+            "/cloud/a/b/cloud/environments",
+            "//cloud/environments",
         ] {
             assert_eq!(of(other), None, "{other}");
         }
@@ -1445,6 +1465,7 @@ mod tests {
         for (text, status) in [
             ("Transfer-Encoding: chunked\r\n", 411),
             ("Content-Length: -1\r\n", 400),
+            ("Content-Length: +4\r\n", 400),
             ("Content-Length: 1\r\nContent-Length: 2\r\n", 400),
             ("Content-Length: 65537\r\n", 413),
         ] {

@@ -349,7 +349,7 @@ mod tests {
     use super::*;
 
     fn head(values: &[&str]) -> HttpHead {
-        let header = |value: &&str| ("authorization".to_owned(), (*value).to_owned());
+        let header = |value: &&str| ("authorization".to_owned(), (*value).to_owned().into());
         HttpHead {
             headers: values.iter().map(header).collect(),
             ..HttpHead::default()

@@ -412,7 +412,7 @@ mod tests {
     const NOW: i64 = 1_800_000_000;
 
     fn head(authorization: &[&str]) -> HttpHead {
-        let header = |value: &&str| ("authorization".to_owned(), (*value).to_owned());
+        let header = |value: &&str| ("authorization".to_owned(), (*value).to_owned().into());
         HttpHead {
             headers: authorization.iter().map(header).collect(),
             ..HttpHead::default()

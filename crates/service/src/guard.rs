@@ -173,7 +173,7 @@ mod tests {
             ..AdmissionRules::default()
         });
         let allows = |origins: &[&str]| {
-            let header = |value: &&str| ("origin".to_owned(), (*value).to_owned());
+            let header = |value: &&str| ("origin".to_owned(), (*value).to_owned().into());
             guard.allows_origin(&HttpHead {
                 headers: origins.iter().map(header).collect(),
                 ..HttpHead::default()
@@ -193,7 +193,7 @@ mod tests {
     }
     fn head(token: &str) -> HttpHead {
         HttpHead {
-            headers: vec![("authorization".to_owned(), format!("Bearer {token}"))],
+            headers: vec![("authorization".to_owned(), format!("Bearer {token}").into())],
             ..HttpHead::default()
         }
     }
@@ -227,7 +227,7 @@ mod tests {
         let from = Some(IpAddr::from([10, 0, 0, 1]));
         let forwarded = |client: u8| {
             let mut head = head("bad");
-            let value = format!("192.0.2.{client}");
+            let value = format!("192.0.2.{client}").into();
             head.headers.push(("x-forwarded-for".to_owned(), value));
             head
         };

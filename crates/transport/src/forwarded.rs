@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     fn client(trusted: &[&str], peer: &str, lines: &[&str]) -> String {
-        let header = |line: &&str| ("x-forwarded-for".to_owned(), (*line).to_owned());
+        let header = |line: &&str| ("x-forwarded-for".to_owned(), (*line).to_owned().into());
         let head = HttpHead {
             headers: lines.iter().map(header).collect(),
             ..HttpHead::default()

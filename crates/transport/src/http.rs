@@ -8,6 +8,7 @@ use std::io;
 
 use ring::digest::{self, SHA1_FOR_LEGACY_USE_ONLY};
 use tokio::io::{AsyncRead, AsyncReadExt as _};
+use zeroize::Zeroizing;
 
 /// Maximum size of a request or response head in bytes; browsers and proxies send far less.
 pub const MAX_HEAD_BYTES: usize = 16 * 1024;
@@ -23,8 +24,9 @@ pub struct HttpHead {
     pub target: String,
     /// Status of a response; 0 in a request.
     pub status: u16,
-    /// Header names in lower case, with their values.
-    pub headers: Vec<(String, String)>,
+    /// Header names in lower case, with their values, which may be tokens: they are erased from
+    /// memory after use.
+    pub headers: Vec<(String, Zeroizing<String>)>,
     /// Bytes received after the head.
     pub rest: Vec<u8>,
 }
@@ -77,6 +79,24 @@ impl HttpHead {
             && self
                 .header("accept")
                 .is_some_and(|accept| accept.contains("text/html"))
+    }
+
+    /// Returns whether a web page sent the request: browsers add these headers, and no program
+    /// needs them.
+    pub fn is_of_web_page(&self) -> bool {
+        let mut names = self.headers.iter().map(|(name, _)| name.as_str());
+        names.any(|name| name == "origin" || name.starts_with("sec-fetch-"))
+    }
+
+    /// Returns the bytes of a response to this request: the response to `HEAD` has no body.
+    pub fn without_needless_body(&self, mut response: Vec<u8>) -> Vec<u8> {
+        const END: &[u8] = b"\r\n\r\n";
+        if self.method == "HEAD"
+            && let Some(at) = response.windows(END.len()).position(|part| part == END)
+        {
+            response.truncate(at + END.len());
+        }
+        response
     }
 
     /// Returns the key of a websocket upgrade request.
@@ -140,28 +160,36 @@ pub async fn read_next_head(
     /// 2 KiB: enough for a head with a short body, and small enough to keep for an idle connection.
     const READ_BYTES: usize = 2048;
     let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
-    let mut buffer = received;
+    // May contain a token.
+    let mut buffer = Zeroizing::new(received);
     loop {
-        if let Some(head) = parse_head(&buffer, kind).map_err(|error| invalid(error.to_string()))? {
+        if let Some(head) = parse_head(&buffer, kind).map_err(invalid)? {
             return Ok(head);
         }
         if buffer.len() >= MAX_HEAD_BYTES {
             return Err(invalid(format!("HTTP head exceeds {MAX_HEAD_BYTES} bytes")));
         }
-        buffer.reserve(READ_BYTES);
-        if reader.read_buf(&mut buffer).await? == 0 {
+        if buffer.capacity() - buffer.len() < READ_BYTES {
+            // Growing in place would leave a copy.
+            let mut larger = Vec::with_capacity(buffer.len() + 2 * READ_BYTES);
+            larger.extend_from_slice(&buffer);
+            buffer = Zeroizing::new(larger);
+        }
+        if reader.read_buf(&mut *buffer).await? == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
     }
 }
 
-fn parse_head(bytes: &[u8], kind: HeadKind) -> Result<Option<HttpHead>, httparse::Error> {
+fn parse_head(bytes: &[u8], kind: HeadKind) -> Result<Option<HttpHead>, String> {
     let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut head = HttpHead::default();
     let (used, parsed) = match kind {
         HeadKind::Request => {
             let mut request = httparse::Request::new(&mut headers);
-            let httparse::Status::Complete(used) = request.parse(bytes)? else {
+            let httparse::Status::Complete(used) =
+                request.parse(bytes).map_err(|e| e.to_string())?
+            else {
                 return Ok(None);
             };
             head.method = request.method.unwrap_or("").to_owned();
@@ -170,7 +198,9 @@ fn parse_head(bytes: &[u8], kind: HeadKind) -> Result<Option<HttpHead>, httparse
         }
         HeadKind::Response => {
             let mut response = httparse::Response::new(&mut headers);
-            let httparse::Status::Complete(used) = response.parse(bytes)? else {
+            let httparse::Status::Complete(used) =
+                response.parse(bytes).map_err(|e| e.to_string())?
+            else {
                 return Ok(None);
             };
             head.status = response.code.unwrap_or(0);
@@ -181,11 +211,37 @@ fn parse_head(bytes: &[u8], kind: HeadKind) -> Result<Option<HttpHead>, httparse
         .iter()
         .map(|header| {
             let value = String::from_utf8_lossy(header.value).into_owned();
-            (header.name.to_ascii_lowercase(), value)
+            (header.name.to_ascii_lowercase(), value.into())
         })
         .collect();
+    if kind == HeadKind::Request {
+        check_request(&head, &bytes[..used])?;
+    }
     head.rest = bytes[used..].to_vec();
     Ok(Some(head))
+}
+
+/// Rejects a request that another HTTP program, such as a reverse proxy in front of this one, could
+/// understand differently.
+fn check_request(head: &HttpHead, bytes: &[u8]) -> Result<(), String> {
+    let mut before = 0;
+    for &byte in bytes {
+        if (before == b'\r') != (byte == b'\n') {
+            return Err("a line does not end with CR LF".to_owned());
+        }
+        before = byte;
+    }
+    if head.headers_named("host").count() > 1 {
+        return Err("more than one Host header".to_owned());
+    }
+    let mut lengths = head.headers_named("content-length");
+    if let Some(length) = lengths.next() {
+        let is_number = !length.is_empty() && length.bytes().all(|byte| byte.is_ascii_digit());
+        if !is_number || lengths.next().is_some() || head.header("transfer-encoding").is_some() {
+            return Err("invalid Content-Length".to_owned());
+        }
+    }
+    Ok(())
 }
 
 /// Returns the `Sec-WebSocket-Accept` value for a key.
@@ -250,6 +306,53 @@ mod tests {
             (head.header("x"), head.rest.as_slice()),
             (Some("y"), &b"rest"[..])
         );
+    }
+
+    #[tokio::test]
+    async fn requests_with_two_meanings_are_refused() {
+        let read = async |text: &str| {
+            let head = read_head(&mut text.as_bytes(), HeadKind::Request).await;
+            head.map(|head| head.path().to_owned())
+        };
+        for text in [
+            "GET / HTTP/1.1\n\n",
+            "GET / HTTP/1.1\r\nHost: a\n\r\n",
+            "GET / HTTP/1.1\r\nHost: a\r\n\n",
+            "GET / HTTP/1.1\r\nHost: a\r\nhost: a\r\n\r\n",
+            "POST / HTTP/1.1\r\nContent-Length: +4\r\n\r\n",
+            "POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+            "POST / HTTP/1.1\r\nContent-Length: 0x4\r\n\r\n",
+            "POST / HTTP/1.1\r\nContent-Length: \r\n\r\n",
+            "POST / HTTP/1.1\r\nContent-Length: 1, 1\r\n\r\n",
+            "POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\n",
+            "POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        ] {
+            let error = read(text).await.unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{text:?}");
+        }
+        for text in [
+            "GET / HTTP/1.1\r\n\r\n",
+            "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 0004\r\n\r\nbody\n",
+        ] {
+            assert_eq!(read(text).await.unwrap(), "/", "{text:?}");
+        }
+        // Responses of other programs may be less strict.
+        let mut response = b"HTTP/1.1 200 OK\n\n".as_slice();
+        let head = read_head(&mut response, HeadKind::Response).await.unwrap();
+        assert_eq!(head.status, 200);
+    }
+
+    #[test]
+    fn response_to_head_has_no_body() {
+        let response = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody";
+        for (method, length) in [("HEAD", response.len() - 4), ("GET", response.len())] {
+            let method = method.to_owned();
+            let head = HttpHead {
+                method,
+                ..HttpHead::default()
+            };
+            assert_eq!(head.without_needless_body(response.to_vec()).len(), length);
+        }
     }
 
     #[tokio::test]

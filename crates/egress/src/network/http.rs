@@ -324,9 +324,7 @@ fn outgoing(
         (None, Some(host)) => host.clone(),
         (None, None) => return Err("the request does not name a host"),
     };
-    // Replaces the process's header, so that the host sees the name that was checked.
-    parts.headers.insert(header::HOST, host);
-    clean(&mut parts.headers);
+    forward_headers(&mut parts.headers, host);
     parts.uri = match &upstream.proxy {
         None => Uri::from(path),
         Some(authorization) => {
@@ -341,6 +339,14 @@ fn outgoing(
     };
     parts.version = Version::HTTP_11;
     Ok(Request::from_parts(parts, body))
+}
+
+/// Prepares the headers of a request for the host.
+fn forward_headers(headers: &mut HeaderMap, host: HeaderValue) {
+    clean(headers);
+    // Replaces the process's header, so that the host sees the name that was checked; also if the
+    // process's `Connection` header names it.
+    headers.insert(header::HOST, host);
 }
 
 /// Removes hop-by-hop headers.
@@ -412,6 +418,22 @@ mod tests {
         }
         let request = request.body(()).unwrap();
         target_of(&request).map(|target| target.to_string())
+    }
+
+    #[test]
+    fn forwarded_request_names_its_host_whatever_connection_says() {
+        let mut headers = HeaderMap::new();
+        for (name, value) in [
+            (header::HOST, "a.test"),
+            (header::HOST, "b.test"),
+            (header::CONNECTION, "host, x-private"),
+        ] {
+            headers.append(name, HeaderValue::from_static(value));
+        }
+        headers.append("x-private", HeaderValue::from_static("1"));
+        forward_headers(&mut headers, HeaderValue::from_static("a.test"));
+        assert_eq!(headers.get(header::HOST).unwrap(), "a.test");
+        assert_eq!(headers.len(), 1);
     }
 
     #[test]

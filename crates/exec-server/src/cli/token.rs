@@ -136,7 +136,7 @@ fn inspect(token: &Secret, secret: Option<Secret>) -> (Value, bool) {
     let head = HttpHead {
         headers: vec![(
             "authorization".to_owned(),
-            format!("Bearer {}", token.expose()),
+            format!("Bearer {}", token.expose()).into(),
         )],
         ..HttpHead::default()
     };

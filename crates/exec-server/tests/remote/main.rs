@@ -14,6 +14,7 @@ mod fleet;
 mod forward;
 mod guide;
 mod harness;
+mod heads;
 #[cfg(feature = "interop")]
 mod interop;
 mod lifecycle;
