@@ -5,17 +5,15 @@
 //! here.
 
 use std::fmt;
-use std::fs::File;
 use std::io::{self, Read as _};
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
+use exec_server_executor::fs::{FsError, SymlinkPolicy, open_file};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::environment::{
     ConfigLayer, ConfigReadParams, ConfigReadResult, ConfigStack,
 };
 use exec_server_protocol::limits::{MAX_CONFIG_BYTES, MAX_CONFIG_PATHS};
-use rustix::fs::OFlags;
 use toml::{Table, Value};
 
 use crate::{ApiError, host};
@@ -97,8 +95,10 @@ impl ConfigFiles {
         params: &ConfigReadParams,
         user_home_dir: Option<PathUri>,
     ) -> Result<ConfigReadResult, ApiError> {
-        let failed = |error: ConfigError| {
-            ApiError::internal(format!("failed to load executor-local config: {error}"))
+        let failed = |error: ConfigError| match error {
+            // The file belongs to the server.
+            ConfigError::Refused(refusal) => ApiError::from(refusal),
+            error => ApiError::internal(format!("failed to load executor-local config: {error}")),
         };
         let home = PathUri::from_native(&self.home);
         Ok(ConfigReadResult {
@@ -224,6 +224,9 @@ pub enum ConfigError {
         /// The error from the system.
         source: io::Error,
     },
+    /// The file must not be read for a client.
+    #[error("{0}")]
+    Refused(FsError),
     /// The file is too large.
     #[error("{path}: exceeds the limit of {MAX_CONFIG_BYTES} bytes", path = .0.display())]
     TooLarge(PathBuf),
@@ -325,17 +328,18 @@ fn read(path: &Path) -> Result<Option<Table>, ConfigError> {
         path: path.to_owned(),
         source,
     };
-    let flags = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or(0);
-    // Opening must not wait if the path is a pipe.
-    let opened = File::options().read(true).custom_flags(flags).open(path);
-    let file = match opened {
+    // Links are followed, except to files of the server: a client that may write files could
+    // otherwise have the server read them.
+    let file = match open_file(path, SymlinkPolicy::Follow) {
         Ok(file) => file,
-        Err(error) => {
-            return match error.kind() {
+        Err(FsError::Io { source, .. }) => {
+            return match source.kind() {
                 io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => Ok(None),
-                _ => Err(failed(error)),
+                _ => Err(failed(source)),
             };
         }
+        Err(FsError::NotAFile(_)) => return Err(ConfigError::NotAFile(path.to_owned())),
+        Err(refusal) => return Err(ConfigError::Refused(refusal)),
     };
     if !file.metadata().map_err(failed)?.is_file() {
         return Err(ConfigError::NotAFile(path.to_owned()));

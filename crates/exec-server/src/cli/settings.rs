@@ -400,17 +400,41 @@ impl Settings {
         files
     }
 
-    /// Files and directories of this server that file requests must not reach: files with secrets,
-    /// its settings, its state, its executable and its sockets.
+    /// The files and directories of this server that file requests must not reach: besides those
+    /// with secrets, its settings, its state, its executable, its sockets, the certificates that it
+    /// trusts or shows, and the program that prints its credentials.
     pub(super) fn protected_paths(&self) -> Vec<PathBuf> {
         let sockets = self.listen().unwrap_or_default().into_iter();
         let sockets = sockets.filter_map(|url| match url {
             ListenUrl::Unix(path) => Some(path),
             _ => None,
         });
+        let trusted = ["tls.client_ca", "tls.cert", "remote.tls_ca"];
+        let trusted = trusted.into_iter().filter_map(|name| self.path(name));
         let own = self.file.iter().cloned().chain(own_paths()).chain(sockets);
+        let own = own.chain(trusted).chain(self.credential_program());
         let own = own.filter_map(|path| std::path::absolute(path).ok());
         self.secret_files().into_iter().chain(own).collect()
+    }
+
+    /// The program of the credential command, unless it is one of the system: a shell or an
+    /// interpreter is no file of the server.
+    fn credential_program(&self) -> Option<PathBuf> {
+        const SYSTEM: [&str; 4] = ["/usr", "/bin", "/sbin", "/lib"];
+        let command = self.text("remote.credential_command")?;
+        let first = command.split_whitespace().next()?;
+        let name = Path::new(first.trim_matches(['"', '\'']));
+        let program = if name.components().count() > 1 {
+            name.to_owned()
+        } else {
+            let path = variable("PATH")?;
+            let found = std::env::split_paths(&path).map(|directory| directory.join(name));
+            found.into_iter().find(|program| program.is_file())?
+        };
+        let is_of_system = SYSTEM
+            .iter()
+            .any(|directory| program.starts_with(directory));
+        (!is_of_system).then_some(program)
     }
 
     /// Whether to serve through a registry.
@@ -988,6 +1012,25 @@ mod tests {
             "--concurrent-requests"
         );
         assert_eq!(origin("limits.waiting_requests"), "default");
+    }
+
+    #[test]
+    fn certificates_and_the_credential_program_are_protected() {
+        let file = file(
+            "tls.cert = \"/own/cert\"\ntls.client_ca = \"/own/clients\"\n\
+             remote.tls_ca = \"/own/ca\"\nremote.credential_command = \"/own/program -x\"\n",
+        );
+        let path = file.path().to_str().unwrap();
+        let protected = resolve(&["--config", path], &[]).unwrap().protected_paths();
+        for own in ["/own/cert", "/own/clients", "/own/ca", "/own/program", path] {
+            assert!(
+                protected.contains(&PathBuf::from(own)),
+                "{own}: {protected:?}"
+            );
+        }
+        let set = "remote.credential_command=/bin/sh -c 'print token'";
+        let protected = resolve(&["--set", set], &[]).unwrap().protected_paths();
+        assert!(!protected.contains(&PathBuf::from("/bin/sh")));
     }
 
     #[test]

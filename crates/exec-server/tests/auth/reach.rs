@@ -64,6 +64,10 @@ fn requests(method: MethodId, path: &str, free: &str) -> Vec<Value> {
         ],
         // These methods have no path, or only report whether something exists.
         M::FsClose | M::FsReadBlock | M::FsWriteBlock | M::FsUnwatch | M::FsWatchMissing => vec![],
+        M::CapabilityDiscoverV1 => vec![json!({"roots": [{"id": "r", "path": path}]})],
+        // Reads the user's configuration, which leads to the path.
+        M::EnvironmentConfigRead => vec![json!({"cwd": free, "configPaths": [["x"]],
+            "requirementsPaths": []})],
         _ => panic!("{method:?} is no method of files"),
     }
 }
@@ -79,7 +83,9 @@ struct ReachFixture {
 impl ReachFixture {
     async fn new() -> Self {
         let files = AuthFiles::new();
-        std::fs::create_dir(files.path("state")).unwrap();
+        for name in ["state", "codex"] {
+            std::fs::create_dir(files.path(name)).unwrap();
+        }
         files.write("state/executor.identity", SECRET);
         let mut args = vec!["--ws-auth".to_owned(), "capability-token".to_owned()];
         for (name, scopes) in [("all", ""), ("reader", ":fs:read"), ("writer", ":fs:write")] {
@@ -87,7 +93,15 @@ impl ReachFixture {
             args.push("--ws-token-file".to_owned());
             args.push(format!("{name}={file}{scopes}"));
         }
-        let settings = files.write("settings.toml", &format!("audit.redact = [\"{SECRET}\"]\n"));
+        let (ca, program) = (
+            files.write("ca.pem", SECRET),
+            files.write("credential", SECRET),
+        );
+        let settings = format!(
+            "audit.redact = [\"{SECRET}\"]\nremote.tls_ca = \"{ca}\"\n\
+             remote.credential_command = \"{program} --print\"\n"
+        );
+        let settings = files.write("settings.toml", &settings);
         let socket = text_of(&files.path("socket"));
         let audit = text_of(&files.path("audit.jsonl"));
         for option in [
@@ -110,6 +124,7 @@ impl ReachFixture {
             .env_clear()
             .env("PATH", "/usr/bin:/bin")
             .env("EXEC_SERVER_STATE_DIR", files.path("state"))
+            .env("CODEX_HOME", files.path("codex"))
             .env("EXEC_SERVER_TOKEN", format!("{SECRET}-in-the-environment"))
             .args(args);
         let server = ServerProcess::listening(command, &format!("unix://{socket}")).await;
@@ -125,6 +140,8 @@ impl ReachFixture {
             "writer",
             "settings.toml",
             "state/executor.identity",
+            "ca.pem",
+            "credential",
         ];
         Self {
             secrets: secrets.map(|name| text_of(&files.path(name))).into(),
@@ -204,18 +221,29 @@ async fn files_of_the_server_are_out_of_reach_of_every_method_and_token() {
     ] {
         let mut client = fixture.client(name).await;
         let methods = MethodId::ALL.iter();
-        let methods = methods.filter(|method| method.row().family == Some("filesystem"));
+        let methods = methods.filter(|method| {
+            let mut scopes = method.row().scopes.iter();
+            scopes.any(|scope| matches!(scope, Scope::FsRead | Scope::FsWrite))
+        });
         for &method in methods {
             let row = method.row();
             for alias in &aliases {
                 for params in requests(method, &format!("file://{alias}"), &free) {
                     std::fs::write(fixture.files.path("free"), "mine").unwrap();
+                    let config = fixture.files.path("codex/config.toml");
+                    let _ = std::fs::remove_file(&config);
+                    symlink(alias, &config).unwrap();
                     let what = format!("{name}: {} {params}", row.name);
                     let answer = client.call(row.name, params).await;
                     let failure = match answer {
                         // The root of a walk is not a directory, or cannot be listed.
                         Ok(walked) if method == MethodId::FsWalk => {
                             assert_eq!(walked["entries"], json!([]), "{what}");
+                            continue;
+                        }
+                        // What cannot be read has no capabilities.
+                        Ok(found) if method == MethodId::CapabilityDiscoverV1 => {
+                            assert!(!found.to_string().contains(SECRET), "{what}: {found}");
                             continue;
                         }
                         Ok(answer) => panic!("{what} gave {answer}"),
@@ -235,6 +263,7 @@ async fn files_of_the_server_are_out_of_reach_of_every_method_and_token() {
                             "Permission denied"
                         }
                         MethodId::FsReadDirectory => "Not a directory",
+                        MethodId::CapabilityDiscoverV1 => "",
                         MethodId::FsOpen if alias.ends_with("/exec-server") => "Text file busy",
                         _ if alias.ends_with("/socket") => "No such device or address",
                         // The guardian has closed its streams.
