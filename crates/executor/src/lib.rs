@@ -36,17 +36,8 @@ pub use tree::{descendants_of, start_watcher};
 /// # Errors
 ///
 /// If the process cannot fork.
-<<<<<<< HEAD
 pub fn split_guardian() -> std::io::Result<GuardianState> {
     exec_server_sandbox::placeholder::journal::open_for_guardian();
-=======
-///
-/// # Panics
-///
-/// If this process has more than one thread: call it at the beginning of `main`.
-pub fn split_guardian() -> std::io::Result<()> {
-    exec_server_sandbox::placeholder::journal::open_for_guardian();
->>>>>>> 8826a47 (sandbox: remove no placeholder that another server may use, and record each before it exists)
     exec_server_sys::guardian::split(
         descendants_of,
         exec_server_sandbox::placeholder::journal::remove_left,

@@ -24,7 +24,7 @@ mod methods;
 pub mod metrics;
 mod network;
 mod outbox;
-mod peer_owner;
+pub mod peer_owner;
 mod pieces;
 mod process_audit;
 pub mod remote;

@@ -1,6 +1,7 @@
 //! Prometheus metrics of the server: the page and its listener.
 
 use std::io;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use exec_server_engine::OwnListener;
@@ -13,6 +14,7 @@ use crate::counters::{
     BUCKETS, EXIT_CAUSES, MethodIndex, NETWORK_OUTCOMES, REFUSALS, ServerMetrics,
 };
 use crate::listen::response;
+use crate::peer_owner::{self, AcceptedPeers};
 use crate::server::ExecServer;
 
 /// Renders all metrics of a server in the Prometheus text format.
@@ -182,7 +184,7 @@ pub async fn serve(listener: TcpListener, server: ExecServer) {
             accepted = listener.accept() => accepted,
             () = server.ended().cancelled() => return,
         };
-        let (Ok((stream, _)), Ok(slot)) = (accepted, slots.clone().try_acquire_owned()) else {
+        let (Ok((stream, peer)), Ok(slot)) = (accepted, slots.clone().try_acquire_owned()) else {
             // The process has no free file descriptor, or all slots for scrapers are in use.
             tokio::time::sleep(Duration::from_millis(10)).await;
             continue;
@@ -191,26 +193,36 @@ pub async fn serve(listener: TcpListener, server: ExecServer) {
         // The task ends within the handshake timeout.
         tokio::spawn(async move {
             let limit = server.config().handshake_timeout;
-            let _ = tokio::time::timeout(limit, answer(stream, &server)).await;
+            let _ = tokio::time::timeout(limit, answer(stream, peer, &server)).await;
             drop(slot);
         });
     }
 }
 
-async fn answer(mut stream: TcpStream, server: &ExecServer) -> io::Result<()> {
-    let head = http::read_head(&mut stream, HeadKind::Request).await?;
+async fn answer(mut stream: TcpStream, peer: SocketAddr, server: &ExecServer) -> io::Result<()> {
+    let admitted = peer_owner::admit(peer, stream.local_addr(), AcceptedPeers::Unsandboxed).await;
+    let head = match http::read_head(&mut stream, HeadKind::Request).await {
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+            let answer = response(400, &error.to_string(), None);
+            stream.write_all(&answer).await?;
+            return stream.shutdown().await;
+        }
+        head => head?,
+    };
     let readable = head.method == "GET" || head.method == "HEAD";
-    let (status, body) = match head.path() {
+    let (status, body) = match (admitted, head.path()) {
+        (Err(reason), _) => (403, reason),
         // Requests from web pages are refused here too.
-        _ if head.header("origin").is_some() => (403, String::new()),
-        "/metrics" | "/healthz" | "/readyz" if !readable => (405, String::new()),
-        "/metrics" => (200, render(server)),
-        "/healthz" => (200, String::new()),
-        "/readyz" if server.draining().is_cancelled() => (503, String::new()),
-        "/readyz" => (200, String::new()),
+        _ if head.is_of_web_page() => (403, String::new()),
+        (_, "/metrics" | "/healthz" | "/readyz") if !readable => (405, String::new()),
+        (_, "/metrics") => (200, render(server)),
+        (_, "/healthz") => (200, String::new()),
+        (_, "/readyz") if server.draining().is_cancelled() => (503, String::new()),
+        (_, "/readyz") => (200, String::new()),
         _ => (404, String::new()),
     };
-    stream.write_all(&response(status, &body, None)).await?;
+    let answer = head.without_needless_body(response(status, &body, None));
+    stream.write_all(&answer).await?;
     stream.shutdown().await
 }
 

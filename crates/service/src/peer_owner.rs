@@ -7,6 +7,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::OwnedFd;
 
+use exec_server_engine::local_clients::{self, Admitted, LocalPeer};
 use exec_server_sys::local_peer;
 use rustix::net::netlink::{SOCK_DIAG, SocketAddrNetlink};
 use rustix::net::{
@@ -24,6 +25,65 @@ const TCP: u8 = 6;
 
 /// `SOCK_DIAG_BY_FAMILY`, in requests and responses.
 const BY_FAMILY: u16 = 20;
+
+/// Reason to refuse a process that this program sandboxes.
+pub(crate) const SANDBOXED: &str = "a sandboxed process must not use its own server";
+
+/// Reason to refuse a peer that may be a process that this program sandboxes.
+pub(crate) const UNKNOWN: &str = "the connecting process cannot be determined while sandboxed \
+                                  processes may use the network: use a token";
+
+/// Which processes of this machine may use a listener.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AcceptedPeers {
+    /// Those that this program does not sandbox, of every user.
+    Unsandboxed,
+    /// The same, but a token identifies them, so those that cannot be determined are accepted.
+    Identified,
+    /// Those of the same user and root that this program does not sandbox.
+    OwnUser,
+}
+
+/// Decides about a connection to a TCP listener by the addresses of its ends.
+///
+/// # Errors
+///
+/// The reason why it is refused.
+pub async fn admit(
+    peer: SocketAddr,
+    local: io::Result<SocketAddr>,
+    accepted: AcceptedPeers,
+) -> Result<(), String> {
+    let decided = tokio::task::spawn_blocking(move || admit_blocking(peer, local.ok(), accepted));
+    decided.await.unwrap_or_else(|_| Err(UNKNOWN.to_owned()))
+}
+
+/// As [`admit`]; blocks. `local` is the listener's end, if the system has named it.
+///
+/// # Errors
+///
+/// As [`admit`].
+pub fn admit_blocking(
+    peer: SocketAddr,
+    local: Option<SocketAddr>,
+    accepted: AcceptedPeers,
+) -> Result<(), String> {
+    let ends = match local {
+        Some(local) => LocalPeer::Addresses(peer, local),
+        None => LocalPeer::Unknown,
+    };
+    match local_clients::admit(ends) {
+        Admitted::Yes => {}
+        Admitted::Unknown if accepted == AcceptedPeers::Identified => {}
+        Admitted::Unknown => return Err(UNKNOWN.to_owned()),
+        Admitted::No => return Err(SANDBOXED.to_owned()),
+    }
+    match (accepted, local) {
+        (AcceptedPeers::OwnUser, Some(local)) => check(peer, local),
+        (AcceptedPeers::OwnUser, None) => Err(UNKNOWN.to_owned()),
+        _ => Ok(()),
+    }
+}
 
 /// Returns an error that says why the peer is refused, unless its process belongs to the user of this
 /// server or to root.

@@ -14,7 +14,7 @@ use bytes::Bytes;
 use exec_server_sync::Mutex;
 use exec_server_transport::Secret;
 use exec_server_transport::throttle::{Throttle, network};
-use http::header::{AUTHORIZATION, RETRY_AFTER, WWW_AUTHENTICATE};
+use http::header::{AUTHORIZATION, HOST, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::{HeaderValue, Request, Response, StatusCode};
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt as _, Full};
@@ -90,9 +90,10 @@ struct McpHttpState {
     peers: Option<PeerCheck>,
 }
 
-/// Decides about a connection by the addresses of its ends: the peer's, and the listener's. May
-/// block. The flag says whether a token identifies the client.
-pub type PeerCheck = fn(SocketAddr, SocketAddr, bool) -> bool;
+/// Decides about a connection by the addresses of its ends: the peer's, and the listener's if the
+/// system has named it. The flag says whether a token identifies the client. May block. Returns the
+/// reason of a refusal.
+pub type PeerCheck = fn(SocketAddr, Option<SocketAddr>, bool) -> Result<(), String>;
 
 impl std::fmt::Debug for McpHttpState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -191,11 +192,10 @@ type McpHttpResponse = Response<BoxBody<Bytes, Infallible>>;
 impl McpHttpState {
     async fn connection(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
         let _ = stream.set_nodelay(true);
-        let (ends, from) = (stream.local_addr(), peer.ip());
+        let (own, from) = (stream.local_addr().ok(), peer.ip());
         let service = service_fn(|request| {
             let state = Arc::clone(&self);
-            let ends = ends.as_ref().ok().map(|own| (peer, *own));
-            async move { Ok::<_, Infallible>(state.request(request, from, ends).await) }
+            async move { Ok::<_, Infallible>(state.request(request, from, (peer, own)).await) }
         });
         let served = http1::Builder::new()
             .timer(TokioTimer::new())
@@ -211,18 +211,21 @@ impl McpHttpState {
         &self,
         request: Request<Incoming>,
         from: IpAddr,
-        ends: Option<(SocketAddr, SocketAddr)>,
+        (peer, own): (SocketAddr, Option<SocketAddr>),
     ) -> McpHttpResponse {
         if request.uri().path() != PATH {
             return refusal(StatusCode::NOT_FOUND, "nothing is here but /mcp\n");
         }
-        if let (Some(check), Some((peer, own))) = (self.peers, ends) {
+        if let Some(check) = self.peers {
             let identified = self.token.is_some();
-            let admitted = tokio::task::spawn_blocking(move || check(peer, own, identified));
-            if !admitted.await.unwrap_or(false) {
-                let text = "a sandboxed process must not use its own server\n";
-                return refusal(StatusCode::FORBIDDEN, text);
+            let admitted = tokio::task::spawn_blocking(move || check(peer, own, identified)).await;
+            let admitted = admitted.unwrap_or_else(|_| Err("the check has failed".to_owned()));
+            if let Err(reason) = admitted {
+                return refusal(StatusCode::FORBIDDEN, format!("{reason}\n"));
             }
+        }
+        if request.headers().get_all(HOST).iter().count() > 1 {
+            return refusal(StatusCode::BAD_REQUEST, "more than one Host header\n");
         }
         if !self.admits(request.headers().get(AUTHORIZATION)) {
             // Only failures are slowed down: a good token is accepted whatever came before it.
@@ -265,8 +268,8 @@ fn digest(bytes: &[u8]) -> [u8; 32] {
     Sha256::digest(bytes).into()
 }
 
-fn refusal(status: StatusCode, text: &'static str) -> McpHttpResponse {
-    let mut answer = Response::new(Full::from(text).boxed());
+fn refusal(status: StatusCode, text: impl Into<Bytes>) -> McpHttpResponse {
+    let mut answer = Response::new(Full::from(text.into()).boxed());
     *answer.status_mut() = status;
     answer
 }

@@ -3,17 +3,21 @@
 //! Serves HTTP requests of the machine's own scripts, and detects that the machine was stopped for a
 //! while. Both replace the connection to the rendezvous server; sessions and processes stay.
 
-use std::net::SocketAddr;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use exec_server_egress::own_listeners::OwnListener;
+use exec_server_service::peer_owner::{self, AcceptedPeers};
 use exec_server_service::remote::{Control, RemoteStatus};
-use exec_server_transport::http::{HeadKind, read_head};
+use exec_server_transport::http::{HeadKind, HttpHead, read_head};
 use rustix::fs::{Mode, OFlags};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 /// How often the clocks are compared.
@@ -25,13 +29,23 @@ const CLOCK_JUMP: Duration = Duration::from_secs(5);
 /// Time limit for one request.
 const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 
+/// Maximum number of simultaneous connections: scripts make one at a time.
+const MAX_CONNECTIONS: usize = 32;
+
 /// Listener for requests of this machine's scripts.
 pub(super) struct Lifecycle {
     listener: TcpListener,
+    /// Keeps sandboxed processes of this program from using the listener through a proxy.
+    _own: OwnListener,
+    requests: LifecycleRequests,
+}
+
+/// What the requests read and change.
+#[derive(Clone)]
+struct LifecycleRequests {
     control: Control,
     status: watch::Receiver<RemoteStatus>,
-    /// Cancelled by a request to end the program.
-    pub(super) terminated: CancellationToken,
+    terminated: CancellationToken,
 }
 
 impl Lifecycle {
@@ -53,33 +67,88 @@ impl Lifecycle {
         let listener = TcpListener::bind(address)
             .await
             .with_context(|| format!("cannot listen on {address} for lifecycle requests"))?;
-        eprintln!("lifecycle: http://{}", listener.local_addr()?);
+        let address = listener.local_addr()?;
+        eprintln!("lifecycle: http://{address}");
         Ok(Self {
             listener,
-            control,
-            status,
-            terminated: CancellationToken::new(),
+            _own: OwnListener::register(address),
+            requests: LifecycleRequests {
+                control,
+                status,
+                terminated: CancellationToken::new(),
+            },
         })
     }
 
-    /// Handles requests one after the other: they are few and short.
+    /// Cancelled by a request to end the program.
+    pub(super) fn terminated(&self) -> CancellationToken {
+        self.requests.terminated.clone()
+    }
+
+    /// Handles requests until this future is dropped, which closes all connections.
     pub(super) async fn serve(self) {
+        let mut tasks = JoinSet::new();
         loop {
-            match self.listener.accept().await {
-                Ok((stream, _)) => {
-                    let _ = tokio::time::timeout(REQUEST_LIMIT, self.answer(stream)).await;
-                }
-                // The process has no free file descriptor.
-                Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+            tokio::select! {
+                accepted = self.listener.accept() => match accepted {
+                    // Closes the connection.
+                    Ok(_) if tasks.len() >= MAX_CONNECTIONS => {}
+                    Ok((stream, peer)) => {
+                        let requests = self.requests.clone();
+                        tasks.spawn(tokio::time::timeout(REQUEST_LIMIT, async move {
+                            requests.serve(stream, peer).await
+                        }));
+                    }
+                    // The process has no free file descriptor.
+                    Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+                },
+                Some(_) = tasks.join_next() => {}
             }
         }
     }
+}
 
-    async fn answer(&self, mut stream: TcpStream) -> std::io::Result<()> {
-        let head = read_head(&mut stream, HeadKind::Request).await?;
-        let (status, body) = match (head.method.as_str(), head.path()) {
-            // A web page in a browser of this machine must not end the program.
-            _ if head.is_of_browser() => (403, ""),
+impl LifecycleRequests {
+    async fn serve(&self, mut stream: TcpStream, peer: SocketAddr) -> io::Result<()> {
+        // Other processes are refused before they can occupy a connection for long.
+        let local = stream.local_addr();
+        let (head, status, body) =
+            match peer_owner::admit(peer, local, AcceptedPeers::OwnUser).await {
+                Err(reason) => {
+                    tracing::warn!(%peer, reason, "lifecycle request refused");
+                    (HttpHead::default(), 403, reason)
+                }
+                Ok(()) => match read_head(&mut stream, HeadKind::Request).await {
+                    Ok(head) => {
+                        let (status, body) = self.answer(&head);
+                        (head, status, body.to_owned())
+                    }
+                    Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                        (HttpHead::default(), 400, error.to_string())
+                    }
+                    Err(error) => return Err(error),
+                },
+            };
+        let length = body.len();
+        let answer = format!(
+            "HTTP/1.1 {status} \r\nConnection: close\r\nContent-Type: text/plain\r\n\
+             Content-Length: {length}\r\n\r\n{body}"
+        );
+        let answer = head.without_needless_body(answer.into_bytes());
+        stream.write_all(&answer).await?;
+        stream.shutdown().await
+    }
+
+    fn answer(&self, head: &HttpHead) -> (u16, &'static str) {
+        match (head.method.as_str(), head.path()) {
+            // A web page in a browser of this machine must not end the program, whatever name leads
+            // it here.
+            _ if head.is_of_browser()
+                || head.is_of_web_page()
+                || !head.headers_named("host").all(is_loopback_host) =>
+            {
+                (403, "")
+            }
             ("GET" | "HEAD", "/ready") => match *self.status.borrow() {
                 RemoteStatus::Attached => (200, "attached\n"),
                 RemoteStatus::Connecting => (503, "not attached\n"),
@@ -100,14 +169,23 @@ impl Lifecycle {
             }
             (_, "/ready" | "/suspend" | "/resume" | "/terminate") => (405, ""),
             _ => (404, ""),
-        };
-        let length = body.len();
-        let answer = format!(
-            "HTTP/1.1 {status} \r\nConnection: close\r\nContent-Type: text/plain\r\n\
-             Content-Length: {length}\r\n\r\n{body}"
-        );
-        stream.write_all(answer.as_bytes()).await?;
-        stream.shutdown().await
+        }
+    }
+}
+
+/// Whether a `Host` header names this machine by a loopback address or as `localhost`.
+fn is_loopback_host(host: &str) -> bool {
+    if let Ok(address) = host.parse::<SocketAddr>() {
+        return address.ip().is_loopback();
+    }
+    let name = match host.rsplit_once(':') {
+        Some((name, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => name,
+        _ => host,
+    };
+    let bare = name.trim_start_matches('[').trim_end_matches(']');
+    match bare.parse::<IpAddr>() {
+        Ok(address) => address.is_loopback(),
+        Err(_) => name.eq_ignore_ascii_case("localhost"),
     }
 }
 
@@ -217,6 +295,27 @@ mod tests {
         let mut other = later(2, 2, 2);
         other.boot = Some([2; 36]);
         assert_eq!(other.jump_since(&before), Some(Duration::ZERO));
+    }
+
+    #[test]
+    fn only_loopback_hosts_are_accepted() {
+        for (host, expected) in [
+            ("127.0.0.1:80", true),
+            ("127.9.0.1", true),
+            ("[::1]:80", true),
+            ("[::1]", true),
+            ("localhost", true),
+            ("LocalHost:80", true),
+            ("", false),
+            ("attacker.example", false),
+            ("attacker.example:80", false),
+            ("localhost.attacker.example", false),
+            ("192.0.2.1:80", false),
+            ("0.0.0.0", false),
+            ("[::]", false),
+        ] {
+            assert_eq!(is_loopback_host(host), expected, "{host}");
+        }
     }
 
     #[test]

@@ -18,9 +18,9 @@ use exec_server_client::{
 };
 use exec_server_egress::own_listeners::OwnListener;
 use exec_server_engine::host;
-use exec_server_executor::local_clients::{self, Admitted, LocalPeer};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::environment::EnvironmentInfo;
+use exec_server_service::peer_owner::{self, AcceptedPeers};
 use exec_server_sys::own;
 use exec_server_transport::Secret;
 use tokio::io::AsyncWriteExt as _;
@@ -101,11 +101,11 @@ async fn serve(
     let listening = McpHttpServer::bind(server.clone(), address, token).await?;
     let _own = OwnListener::register(listening.address());
     let listening = listening.with_peer_check(|peer, own, identified| {
-        match local_clients::admit(LocalPeer::Addresses(peer, own)) {
-            Admitted::Yes => true,
-            Admitted::No => false,
-            Admitted::Unknown => identified,
-        }
+        let accepted = match identified {
+            true => AcceptedPeers::Identified,
+            false => AcceptedPeers::OwnUser,
+        };
+        peer_owner::admit_blocking(peer, own, accepted)
     });
     super::print(format!("{}\n", listening.url()).as_bytes())?;
     listening.serve().await;

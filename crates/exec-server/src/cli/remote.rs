@@ -497,9 +497,7 @@ pub(super) async fn serve(
         Some(address) => Some(Lifecycle::listen(address, control.clone(), attached.clone()).await?),
         None => None,
     };
-    let terminated = lifecycle
-        .as_ref()
-        .map(|lifecycle| lifecycle.terminated.clone());
+    let terminated = lifecycle.as_ref().map(Lifecycle::terminated);
     let terminated = terminated.unwrap_or_default();
     let beside = async move {
         tokio::join!(lifecycle::watch_clocks(control), async {

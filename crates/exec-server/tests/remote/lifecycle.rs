@@ -10,6 +10,9 @@ use exec_server_testkit::fake_registry::FakeRegistry;
 use exec_server_testkit::http;
 use exec_server_testkit::proc::TIMEOUT;
 use rustix::process::Signal;
+use serde_json::json;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 use tokio::process::{Child, Command};
 use tokio::time::{Instant, timeout};
 
@@ -332,6 +335,98 @@ async fn lifecycle_requests_suspend_resume_and_end_the_executor() {
     assert_eq!(ask("POST", "/terminate").await, 200);
     let ended = timeout(TIMEOUT, running.child.wait()).await.unwrap();
     assert_eq!(ended.unwrap().code(), Some(0));
+}
+
+#[tokio::test]
+async fn lifecycle_requests_of_web_pages_and_other_hosts_are_refused() {
+    let deployment = Deployment::new().await;
+    let mut command = deployment.executor("box");
+    command.args(["--lifecycle-listen", "127.0.0.1:0"]);
+    let running = RunningProgram::start(command).await;
+    let url = address(&running, "lifecycle: ");
+    let host = url.strip_prefix("http://").unwrap();
+    let port = host.rsplit_once(':').unwrap().1;
+    // Connections that send nothing do not delay the others.
+    let mut idle = Vec::new();
+    for _ in 0..8 {
+        idle.push(TcpStream::connect(host).await.unwrap());
+    }
+    for (headers, expected) in [
+        (format!("Host: {host}\r\n"), "200"),
+        (format!("Host: localhost:{port}\r\n"), "200"),
+        (String::new(), "200"),
+        (
+            format!("Host: {host}\r\nOrigin: http://a.example\r\n"),
+            "403",
+        ),
+        (format!("Host: {host}\r\nOrigin: null\r\n"), "403"),
+        (
+            format!("Host: {host}\r\nSec-Fetch-Site: cross-site\r\n"),
+            "403",
+        ),
+        (
+            format!("Host: {host}\r\nSec-Fetch-Mode: no-cors\r\n"),
+            "403",
+        ),
+        (format!("Host: a.example:{port}\r\n"), "403"),
+        (format!("Host: {host}\r\nHost: {host}\r\n"), "400"),
+    ] {
+        let request = format!("POST /resume HTTP/1.1\r\nContent-Type: text/plain\r\n{headers}\r\n");
+        let mut stream = TcpStream::connect(host).await.unwrap();
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        let status = answer.split(' ').nth(1);
+        assert_eq!(status, Some(expected), "{headers:?}: {answer}");
+    }
+}
+
+#[tokio::test]
+async fn sandboxed_process_cannot_use_the_lifecycle_listener_of_its_server() {
+    let deployment = Deployment::new().await;
+    let mut command = deployment.executor("box");
+    command.args(["--lifecycle-listen", "127.0.0.1:0"]);
+    let running = RunningProgram::start(command).await;
+    let url = address(&running, "lifecycle: ");
+    let client = deployment.connect("box").await;
+    let root = json!({"path": {"type": "special", "value": {"kind": "root"}}, "access": "read"});
+    let policy = |network: &str| {
+        json!({"windowsSandboxLevel": "disabled", "permissions": {"type": "managed",
+            "file_system": {"type": "restricted", "entries": [root]}, "network": network}})
+    };
+    let proxy = json!({"proxy": {
+        "enabled": true, "enableSocks5": true, "enableSocks5Udp": true, "mode": "full",
+        "allowUpstreamProxy": false, "dangerouslyAllowAllUnixSockets": false,
+        "allowLocalBinding": true, "domains": {"*": "allow"},
+    }});
+    let script = format!(
+        "for way in '' \"$HTTP_PROXY\"; do \
+         curl -s -m 20 --noproxy '' -x \"$way\" -o /dev/null -w '%{{http_code}}\\n' -X POST {url}/resume; done"
+    );
+    for (id, sandbox, more, expected) in [
+        ("none", None, None, "200\n200\n"),
+        ("direct", Some(policy("enabled")), None, "403\n403\n"),
+        (
+            "managed",
+            Some(policy("restricted")),
+            Some(proxy),
+            "000\n403\n",
+        ),
+    ] {
+        let mut start = serde_json::to_value(sh(id, &script)).unwrap();
+        if let Some(sandbox) = sandbox {
+            start["sandbox"] = sandbox;
+        }
+        if let Some(proxy) = more {
+            start["networkProxy"] = proxy;
+            start["enforceManagedNetwork"] = json!(true);
+        }
+        let start = serde_json::from_value(start).unwrap();
+        let process = client.start(start).await.unwrap().process;
+        let output = timeout(PATIENCE, process.output(Default::default())).await;
+        let output = output.unwrap().unwrap();
+        assert_eq!(String::from_utf8_lossy(&output.stdout), expected, "{id}");
+    }
 }
 
 #[tokio::test]

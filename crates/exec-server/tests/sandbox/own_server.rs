@@ -172,6 +172,82 @@ async fn managed_network_does_not_reach_the_server(user: ServerUser) {
     assert_ne!(outcome.stdout, "0\n", "{outcome:?}");
 }
 
+/// Every kind of listener of a server, each of which a sandboxed process tries to use: with the
+/// network of the machine, and through the proxy of a managed network. The lifecycle listener and
+/// the MCP server have the same test beside their others.
+#[tokio::test]
+async fn no_listener_serves_a_sandboxed_process_of_the_same_server() {
+    let free = || {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.local_addr().unwrap().port()
+    };
+    let [ws, wss, metrics] = [free(), free(), free()];
+    let sockets = tempfile::tempdir_in("/var/tmp").unwrap();
+    let socket = sockets.path().join("socket").display().to_string();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    command
+        .args(["--listen", &format!("ws://127.0.0.1:{ws}")])
+        .args(["--listen", &format!("wss://127.0.0.1:{wss}")])
+        .args(["--listen", &format!("unix://{socket}")])
+        .args(["--tls-self-signed", "--metrics-listen"])
+        .arg(format!("127.0.0.1:{metrics}"))
+        .env("HOME", sockets.path());
+    let mut fixture = SandboxFixture::on(ServerUser::Own, command).await;
+    let script = format!(
+        r#"
+{WEBSOCKET}
+import ssl
+def status(address, target, tls):
+    try:
+        s = connect(address)
+        if tls:
+            context = ssl.create_default_context()
+            context.check_hostname = False; context.verify_mode = ssl.CERT_NONE
+            s = context.wrap_socket(s)
+        s.sendall(head('localhost').replace(b'GET / ', b'GET %s ' % target.encode()))
+        return s.recv(4096).split(b' ')[1].decode()
+    except OSError as e: return type(e).__name__
+for name, address, target, tls in [
+    ('ws', ('127.0.0.1', {ws}), '/', False),
+    ('wss', ('127.0.0.1', {wss}), '/', True),
+    ('unix', '{socket}', '/', False),
+    ('metrics', ('127.0.0.1', {metrics}), '/metrics', False),
+]: print(name, status(address, target, tls), flush=True)
+"#
+    );
+    let outcome = fixture.python(&with_network(), &script).await;
+    assert_eq!(
+        outcome.stdout, "ws 403\nwss 403\nunix 403\nmetrics 403\n",
+        "{outcome:?}"
+    );
+    let plain = format!("{PRELUDE}\n{script}");
+    let mut start = fixture.start_of(&Value::Null, &["python3", "-c", &plain]);
+    start.0.as_object_mut().unwrap().remove("sandbox");
+    let outcome = fixture.run(start).await;
+    assert_eq!(
+        outcome.stdout, "ws 101\nwss 101\nunix 101\nmetrics 200\n",
+        "{outcome:?}"
+    );
+    let open = || proxy(json!({"*": "allow"}), json!({"allowLocalBinding": true}));
+    let start = fixture.start_of(&read_only(), &["python3", "-c", &plain]);
+    let outcome = fixture.run(managed(start, open())).await;
+    for line in outcome.stdout.lines() {
+        let (_, status) = line.split_once(' ').unwrap();
+        assert!(status.parse::<u16>().is_err(), "{outcome:?}");
+    }
+    assert_eq!(outcome.stdout.lines().count(), 4, "{outcome:?}");
+    for port in [ws, wss, metrics] {
+        let script = format!(
+            "curl -s -m 20 --noproxy '' -o /dev/null -w '%{{http_code}} ' http://127.0.0.1:{port}/metrics; \
+             curl -s -m 20 --noproxy '' -p -x \"$HTTPS_PROXY\" -o /dev/null -w '%{{http_connect}} ' http://127.0.0.1:{port}/; \
+             curl -s -m 20 --noproxy '' -x \"$ALL_PROXY\" http://127.0.0.1:{port}/metrics; echo $?"
+        );
+        let start = fixture.start_of(&read_only(), &["sh", "-c", &script]);
+        let outcome = fixture.run(managed(start, open())).await;
+        assert_eq!(outcome.stdout, "403 403 97\n", "{port}: {outcome:?}");
+    }
+}
+
 #[tokio::test]
 async fn sandboxed_process_cannot_use_the_unix_socket_of_its_server() {
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
