@@ -336,7 +336,7 @@ impl ExecProcess for LocalProcess {
                 after_seq,
                 timeout,
             } = request;
-            let conditions = Conditions::compile(&any)?;
+            let conditions = Conditions::compile(&any, &"".into())?;
             Ok(conditions.wait(&self.process, after_seq, timeout).await)
         })
     }

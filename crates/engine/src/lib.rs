@@ -30,6 +30,7 @@ pub use error::ApiError;
 pub use exec_server_egress::own_listeners::OwnListener;
 pub use exec_server_executor::conditions::{ConditionError, Conditions};
 pub use exec_server_executor::local_clients;
+pub use exec_server_executor::slots::{SharedSlots, SlotShare};
 pub use exec_server_executor::{
     Executor, ExecutorConfig, ExecutorLimits, PtySize, StartError, log, report,
 };

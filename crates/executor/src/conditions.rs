@@ -11,6 +11,8 @@
 //! current end of the output) counts after a short time without further output: `$` is then the end
 //! of the output.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -21,8 +23,10 @@ use regex_automata::util::syntax;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
+use crate::patterns::{CACHE_BYTES, CompiledPattern, PatternError, PatternUse};
 use crate::proc_inspect;
 use crate::process::{OutputWatch, Process, blocking, sleep_until};
+use crate::slots::{SharedSlots, SlotShare};
 
 /// The longest match that is guaranteed to be found.
 pub const MATCH_BYTES: usize = 16 * 1024;
@@ -37,11 +41,16 @@ pub const MAX_REGEX_BYTES: usize = 4096;
 /// small enough that the worst expression searches a batch within seconds, on a blocking thread.
 const MAX_PROGRAM_BYTES: usize = 512 * 1024;
 
-/// Maximum memory of the matcher's cache for one expression.
-const MAX_CACHE_BYTES: usize = 4 << 20;
-
 /// Maximum output searched in one call.
 const BATCH_BYTES: usize = 256 * 1024;
+
+/// Output searched in one step: a wait that has ended stops after the current step.
+const STEP_BYTES: usize = 64 * 1024;
+
+/// Concurrent searches of all waits. The cache of an expression exists once for each of them.
+const SEARCHES: usize = 4;
+
+static SEARCHING: LazyLock<SharedSlots> = LazyLock::new(|| SharedSlots::new(SEARCHES));
 
 /// Bytes kept before the searched data, so that assertions can look behind: one character.
 const CONTEXT_BYTES: usize = 4;
@@ -79,6 +88,17 @@ pub enum ConditionError {
         /// Length of the pattern in bytes.
         bytes: usize,
     },
+    /// The expressions that are in use take too much memory.
+    #[error(
+        "condition {index}: the regular expressions of waits exceed the limit of {limit} bytes: end \
+         other waits, or use shorter expressions"
+    )]
+    Memory {
+        /// Index of the condition, from 0.
+        index: usize,
+        /// The limit.
+        limit: usize,
+    },
     /// The expression is invalid, or too large when compiled.
     #[error("condition {index}: {message}")]
     Regex {
@@ -91,7 +111,10 @@ pub enum ConditionError {
 
 /// Compiled conditions of one wait.
 #[derive(Debug)]
-pub struct Conditions(Vec<CompiledCondition>);
+pub struct Conditions {
+    any: Vec<CompiledCondition>,
+    slots: SlotShare,
+}
 
 #[derive(Debug)]
 enum CompiledCondition {
@@ -105,19 +128,37 @@ enum CompiledCondition {
 
 #[derive(Debug)]
 struct OutputPattern {
-    regex: Regex,
+    used: PatternUse,
     stream: Option<OutputStream>,
-    /// Output after a match cannot change the match.
-    definite: bool,
 }
 
 impl Conditions {
-    /// Checks and compiles the conditions.
+    /// As [`Conditions::compile`], with expressions on a thread of their own: a large one takes
+    /// milliseconds.
     ///
     /// # Errors
     ///
-    /// When there are no conditions or too many, or an expression is invalid or too large.
-    pub fn compile(any: &[Condition]) -> Result<Self, ConditionError> {
+    /// As [`Conditions::compile`].
+    pub async fn prepare(any: Vec<Condition>, owner: &Arc<str>) -> Result<Self, ConditionError> {
+        if !any.iter().any(|one| matches!(one, Condition::Regex { .. })) {
+            return Self::compile(&any, owner);
+        }
+        let (slot, owner) = (SEARCHING.share(owner).acquire().await, Arc::clone(owner));
+        blocking(move || {
+            let compiled = Self::compile(&any, &owner);
+            drop(slot);
+            compiled
+        })
+        .await
+    }
+
+    /// Checks and compiles the conditions. Their memory and their searches count for `owner`.
+    ///
+    /// # Errors
+    ///
+    /// When there are no conditions or too many, an expression is invalid or too large, or the
+    /// expressions in use take too much memory.
+    pub fn compile(any: &[Condition], owner: &Arc<str>) -> Result<Self, ConditionError> {
         if any.is_empty() || any.len() > MAX_CONDITIONS {
             return Err(ConditionError::Count(any.len()));
         }
@@ -125,7 +166,10 @@ impl Conditions {
             Ok(match condition {
                 Condition::Exit => CompiledCondition::Exit,
                 Condition::Regex { regex, stream } => {
-                    CompiledCondition::Regex(Box::new(pattern(index, regex, *stream)?))
+                    CompiledCondition::Regex(Box::new(OutputPattern {
+                        used: pattern(index, regex, owner)?,
+                        stream: *stream,
+                    }))
                 }
                 Condition::Quiet { quiet_ms } => {
                     CompiledCondition::Quiet(Duration::from_millis(*quiet_ms))
@@ -134,7 +178,10 @@ impl Conditions {
                 Condition::TtyRead => CompiledCondition::TtyRead,
             })
         });
-        Ok(Self(compiled.collect::<Result<_, _>>()?))
+        Ok(Self {
+            any: compiled.collect::<Result<_, _>>()?,
+            slots: SEARCHING.share(owner),
+        })
     }
 
     /// Waits until one of the conditions is met, the log is closed, or the deadline passes.
@@ -148,17 +195,18 @@ impl Conditions {
     ) -> WaitForResult {
         let now = Instant::now();
         let searches = self
-            .0
+            .any
             .iter()
             .any(|one| matches!(one, CompiledCondition::Regex(_)));
-        let looks = self.0.iter().any(CompiledCondition::looks);
+        let looks = self.any.iter().any(CompiledCondition::looks);
         // A cursor beyond the end of the log means: only output from now on.
         let end = process.with_log(|log| log.next_seq() - 1);
         let cursor = after_seq.min(end);
         WaitProgress {
             process,
             watch: searches.then(|| process.watch(cursor)),
-            search: Some(OutputSearch::new(self.0, searches)),
+            search: Some(OutputSearch::new(self.any, searches)),
+            slots: self.slots,
             cursor,
             evicted: None,
             active: now,
@@ -178,11 +226,14 @@ impl CompiledCondition {
     }
 }
 
-fn pattern(
-    index: usize,
-    regex: &str,
-    stream: Option<OutputStream>,
-) -> Result<OutputPattern, ConditionError> {
+fn pattern(index: usize, regex: &str, owner: &Arc<str>) -> Result<PatternUse, ConditionError> {
+    PatternUse::new(owner, regex, || compiled(index, regex)).map_err(|error| match error {
+        PatternError::Compile(error) => error,
+        PatternError::TooMuch(limit) => ConditionError::Memory { index, limit },
+    })
+}
+
+fn compiled(index: usize, regex: &str) -> Result<CompiledPattern, ConditionError> {
     if regex.len() > MAX_REGEX_BYTES {
         let bytes = regex.len();
         return Err(ConditionError::TooLong { index, bytes });
@@ -192,14 +243,15 @@ fn pattern(
     let syntax = syntax::Config::new().utf8(false).nest_limit(64);
     let parsed = syntax::parse_with(regex, &syntax).map_err(|error| wrong(error.to_string()))?;
     let properties = parsed.properties();
-    let definite = properties.look_set().is_empty()
+    let is_literal = properties.is_literal();
+    let is_definite = properties.look_set().is_empty()
         && properties.maximum_len().is_some()
         && properties.maximum_len() == properties.minimum_len();
     let config = Regex::config()
         .utf8_empty(false)
         .nfa_size_limit(Some(MAX_PROGRAM_BYTES))
         .onepass_size_limit(Some(MAX_PROGRAM_BYTES))
-        .hybrid_cache_capacity(MAX_CACHE_BYTES);
+        .hybrid_cache_capacity(CACHE_BYTES);
     let mut builder = Regex::builder();
     let regex = builder
         .configure(config)
@@ -208,10 +260,10 @@ fn pattern(
             Some(limit) => wrong(format!("takes more than {limit} bytes when compiled")),
             None => wrong(error.to_string()),
         })?;
-    Ok(OutputPattern {
+    Ok(CompiledPattern {
         regex,
-        stream,
-        definite,
+        is_definite,
+        is_literal,
     })
 }
 
@@ -222,6 +274,8 @@ struct WaitProgress<'a> {
     watch: Option<OutputWatch>,
     /// The search; `None` while a blocking thread uses it.
     search: Option<OutputSearch>,
+    /// Limits the searches of the client that run at once.
+    slots: SlotShare,
     /// Sequence number of the last searched entry.
     cursor: u64,
     evicted: Option<Evicted>,
@@ -354,8 +408,13 @@ impl WaitProgress<'_> {
             self.search = Some(search);
             return OutputMatch::Nothing;
         }
+        let slot = self.slots.acquire().await;
+        // Dropped with this future: the thread stops soon after the wait has ended.
+        let ended = SearchEnd::default();
+        let is_ended = Arc::clone(&ended.0);
         let (search, found) = blocking(move || {
-            let found = search.feed(&chunks);
+            let found = search.feed_in_steps(&chunks, &is_ended);
+            drop(slot);
             (search, found)
         })
         .await;
@@ -442,6 +501,16 @@ impl WaitProgress<'_> {
     }
 }
 
+/// Ends the search on a blocking thread when it is dropped.
+#[derive(Debug, Default)]
+struct SearchEnd(Arc<AtomicBool>);
+
+impl Drop for SearchEnd {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Result of a search of new output.
 #[derive(Debug, PartialEq, Eq)]
 enum OutputMatch {
@@ -484,6 +553,48 @@ impl OutputSearch {
         }
     }
 
+    /// Searches new output step by step, until the wait has ended.
+    fn feed_in_steps(
+        &mut self,
+        chunks: &[(u64, OutputStream, Bytes)],
+        is_ended: &AtomicBool,
+    ) -> OutputMatch {
+        let mut result = OutputMatch::Nothing;
+        let (mut step, mut bytes) = (Vec::new(), 0);
+        let parts = chunks.iter().flat_map(|(seq, stream, data)| {
+            let starts = (0..data.len()).step_by(STEP_BYTES);
+            starts.map(|start| {
+                let end = data.len().min(start + STEP_BYTES);
+                (*seq, *stream, data.slice(start..end))
+            })
+        });
+        let mut parts = parts.peekable();
+        while let Some(part) = parts.next() {
+            bytes += part.2.len();
+            step.push(part);
+            let next = parts.peek().map_or(STEP_BYTES, |(.., data)| data.len());
+            if bytes + next <= STEP_BYTES && parts.peek().is_some() {
+                continue;
+            }
+            if is_ended.load(Ordering::Relaxed) {
+                return OutputMatch::Nothing;
+            }
+            result = match (self.feed(&step), result) {
+                // Output of other streams does not change a match.
+                (OutputMatch::Nothing, OutputMatch::Tentative(index, found))
+                    if step.iter().all(|(_, stream, _)| *stream != found.stream) =>
+                {
+                    OutputMatch::Tentative(index, found)
+                }
+                (found @ OutputMatch::Definite(..), _) => return found,
+                (found, _) => found,
+            };
+            step.clear();
+            bytes = 0;
+        }
+        result
+    }
+
     /// Searches new output together with the output just before it.
     ///
     /// Of several matches, the one that ends first counts; among equals, the one of the earlier
@@ -509,10 +620,11 @@ impl OutputSearch {
                 if pattern.stream.is_some_and(|wanted| wanted != stream) {
                     continue;
                 }
-                let Some((seq, at_end, text)) = window.find(&pattern.regex) else {
+                let compiled = pattern.used.pattern();
+                let Some((seq, at_end, text)) = window.find(&compiled.regex) else {
                     continue;
                 };
-                let definite = pattern.definite || !at_end;
+                let definite = compiled.is_definite || !at_end;
                 let found = Match { seq, stream, text };
                 let better = best.as_ref().is_none_or(|(other, at, was_definite, _)| {
                     (!was_definite, *other, *at) > (!definite, seq, index)
@@ -576,7 +688,11 @@ mod tests {
                 stream: None,
             })
             .collect();
-        OutputSearch::new(Conditions::compile(&any).unwrap().0, true)
+        OutputSearch::new(Conditions::compile(&any, &owner()).unwrap().any, true)
+    }
+
+    fn owner() -> Arc<str> {
+        "test".into()
     }
 
     fn feed(search: &mut OutputSearch, seq: u64, text: &[u8]) -> OutputMatch {
@@ -661,6 +777,26 @@ mod tests {
     }
 
     #[test]
+    fn long_output_is_searched_in_steps_until_the_wait_ends() {
+        let mut text = vec![b'x'; STEP_BYTES * 3];
+        text.extend_from_slice(b"go");
+        let early = (1, OutputStream::Stderr, Bytes::from_static(b"port 80"));
+        let chunks = [early, (2, OutputStream::Stdout, Bytes::from(text))];
+        let is_ended = AtomicBool::new(false);
+        let steps = |search: &mut OutputSearch| search.feed_in_steps(&chunks, &is_ended);
+        let expected = OutputMatch::Definite(0, found(2, "go"));
+        assert_eq!(steps(&mut search(&["go"])), expected);
+        // A match of another stream stays.
+        let tentative = steps(&mut search(&["port [0-9]+"]));
+        assert!(
+            matches!(tentative, OutputMatch::Tentative(0, _)),
+            "{tentative:?}"
+        );
+        is_ended.store(true, Ordering::Relaxed);
+        assert_eq!(steps(&mut search(&["go"])), OutputMatch::Nothing);
+    }
+
+    #[test]
     fn invalid_utf8_is_searched() {
         let mut search = search(&[r"(?-u:\xff)\x00"]);
         let OutputMatch::Definite(0, found) = feed(&mut search, 1, b"a\xff\0b") else {
@@ -685,19 +821,22 @@ mod tests {
         let compile = |regex: &str| {
             let regex = regex.to_owned();
             let stream = None;
-            Conditions::compile(&[Condition::Exit, Condition::Regex { regex, stream }])
-                .map(drop)
-                .unwrap_err()
-                .to_string()
+            Conditions::compile(
+                &[Condition::Exit, Condition::Regex { regex, stream }],
+                &owner(),
+            )
+            .map(drop)
+            .unwrap_err()
+            .to_string()
         };
         assert!(compile("(").contains("condition 1: "), "{}", compile("("));
         let large = compile(r"(\w{500}){500}");
         assert!(large.contains("bytes when compiled"), "{large}");
         assert!(compile(&"x".repeat(5000)).contains("4096 bytes, not 5000"));
         assert!(compile(&"(".repeat(100)).starts_with("condition 1: "));
-        let none = Conditions::compile(&[]).unwrap_err().to_string();
+        let none = Conditions::compile(&[], &owner()).unwrap_err().to_string();
         assert!(none.contains("1 to 16 conditions, not 0"), "{none}");
-        assert!(Conditions::compile(&vec![Condition::Exit; 17]).is_err());
+        assert!(Conditions::compile(&vec![Condition::Exit; 17], &owner()).is_err());
     }
 
     proptest! {
@@ -711,8 +850,8 @@ mod tests {
             ]),
         ) {
             let all = text.as_bytes();
-            let compiled = pattern(0, regex, None).unwrap();
-            let whole = compiled.regex.find(all);
+            let compiled = pattern(0, regex, &owner()).unwrap();
+            let whole = compiled.pattern().regex.find(all);
             let mut search = search(&[regex]);
             let (mut at, mut seq, mut last) = (0, 0, OutputMatch::Nothing);
             for cut in cuts.into_iter().chain([all.len().max(1)]) {

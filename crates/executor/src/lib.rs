@@ -14,11 +14,13 @@ pub mod fs;
 pub mod limits;
 pub mod local_clients;
 pub mod log;
+mod patterns;
 mod proc_inspect;
 pub mod process;
 pub mod report;
 pub mod sandbox;
 pub mod signal;
+pub mod slots;
 pub mod spec;
 mod tree;
 

@@ -21,7 +21,7 @@ use exec_server_protocol::network::PolicyProtocol;
 use exec_server_sync::Mutex;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UdpSocket};
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit, mpsc};
 
 use crate::network::access::{Attempt, AttemptRoute};
 use crate::network::policy::AttemptTarget;
@@ -37,6 +37,15 @@ const MAX_FLOWS: usize = 256;
 /// Queued datagrams of one flow; further ones are dropped, as networks do.
 const MAX_WAITING: usize = 32;
 
+/// Queued bytes of one process: 1 MiB.
+const MAX_QUEUED_BYTES: usize = 1 << 20;
+
+/// Queued bytes of all processes: 16 MiB.
+static ALL_QUEUED: Semaphore = Semaphore::const_new(16 << 20);
+
+/// Memory of a queued datagram besides its bytes.
+const DATAGRAM_OVERHEAD: usize = 256;
+
 /// A flow without traffic for this time is removed.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -49,8 +58,32 @@ pub(crate) struct DatagramRelay {
     /// Number of open associations.
     associations: AtomicUsize,
     /// Never locked across an await.
-    flows: Mutex<HashMap<FlowKey, mpsc::Sender<Bytes>>>,
+    flows: Mutex<HashMap<FlowKey, mpsc::Sender<QueuedDatagram>>>,
+    /// Bytes that may still be queued.
+    room: Arc<Semaphore>,
     shared: Arc<ProxyShared>,
+}
+
+/// A datagram with its share of the limits.
+#[derive(Debug)]
+struct QueuedDatagram {
+    data: Bytes,
+    _own: OwnedSemaphorePermit,
+    _all: SemaphorePermit<'static>,
+}
+
+impl QueuedDatagram {
+    /// Copies a datagram; returns `None` if too many bytes are queued.
+    fn new(data: &[u8], room: &Arc<Semaphore>) -> Option<Self> {
+        let bytes = u32::try_from(data.len() + DATAGRAM_OVERHEAD).ok()?;
+        let own = Arc::clone(room).try_acquire_many_owned(bytes).ok()?;
+        let all = ALL_QUEUED.try_acquire_many(bytes).ok()?;
+        Some(Self {
+            data: Bytes::copy_from_slice(data),
+            _own: own,
+            _all: all,
+        })
+    }
 }
 
 impl DatagramRelay {
@@ -61,6 +94,7 @@ impl DatagramRelay {
             socket: UdpSocket::from_std(socket)?,
             associations: AtomicUsize::new(0),
             flows: Mutex::default(),
+            room: Arc::new(Semaphore::new(MAX_QUEUED_BYTES)),
             shared: Arc::clone(shared),
         });
         shared.spawn(Arc::clone(&relay).run());
@@ -96,13 +130,16 @@ impl DatagramRelay {
                 continue;
             }
             let datagram = &buffer[..length];
-            if let Some((target, at)) = socks::unwrap(datagram) {
-                self.deliver((client, target), Bytes::copy_from_slice(&datagram[at..]));
+            // What does not fit is dropped, as on any network.
+            if let Some((target, at)) = socks::unwrap(datagram)
+                && let Some(queued) = QueuedDatagram::new(&datagram[at..], &self.room)
+            {
+                self.deliver((client, target), queued);
             }
         }
     }
 
-    fn deliver(self: &Arc<Self>, key: FlowKey, data: Bytes) {
+    fn deliver(self: &Arc<Self>, key: FlowKey, data: QueuedDatagram) {
         let mut flows = self.flows.lock();
         if let Some(flow) = flows.get(&key) {
             // A datagram that does not fit in the queue is dropped, as on any network.
@@ -123,7 +160,7 @@ impl DatagramRelay {
         });
     }
 
-    async fn flow(&self, (client, target): &FlowKey, mut data: mpsc::Receiver<Bytes>) {
+    async fn flow(&self, (client, target): &FlowKey, mut data: mpsc::Receiver<QueuedDatagram>) {
         let attempt = Attempt {
             protocol: PolicyProtocol::Socks5Udp,
             target,
@@ -148,8 +185,8 @@ impl DatagramRelay {
                 tokio::select! {
                     data = data.recv() => match data {
                         // An ICMP error from the host concerns one datagram.
-                        Some(data) => {
-                            let _ = outside.send(&data).await;
+                        Some(queued) => {
+                            let _ = outside.send(&queued.data).await;
                             true
                         }
                         None => false,
@@ -185,7 +222,7 @@ async fn open(addresses: &[SocketAddr]) -> io::Result<UdpSocket> {
 
 /// Discards the datagrams of a denied flow. The flow stays in the table, so that the check does not
 /// run for each datagram.
-async fn discard(mut data: mpsc::Receiver<Bytes>) {
+async fn discard(mut data: mpsc::Receiver<QueuedDatagram>) {
     let until = tokio::time::Instant::now() + IDLE_TIMEOUT;
     while let Ok(Some(_)) = tokio::time::timeout_at(until, data.recv()).await {}
 }
@@ -212,5 +249,32 @@ impl Drop for RemoveFlow<'_> {
         if flows.get(self.1).is_some_and(mpsc::Sender::is_closed) {
             flows.remove(self.1);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queued_datagrams_of_a_process_and_of_all_are_bounded_in_bytes() {
+        let datagram = vec![0; 60_000];
+        let fill = || {
+            let room = Arc::new(Semaphore::new(MAX_QUEUED_BYTES));
+            let queued: Vec<_> = (0..1000)
+                .map_while(|_| QueuedDatagram::new(&datagram, &room))
+                .collect();
+            let bytes: usize = queued.iter().map(|queued| queued.data.len()).sum();
+            (queued, bytes)
+        };
+        let (one, bytes) = fill();
+        assert!(bytes > MAX_QUEUED_BYTES * 9 / 10 && bytes <= MAX_QUEUED_BYTES);
+        let (other, _) = fill();
+        assert_eq!(other.len(), one.len(), "another process has its own share");
+        let many: Vec<_> = (0..20).map(|_| fill()).collect();
+        let all: usize = many.iter().map(|(_, bytes)| bytes).sum();
+        assert!(all <= 14 << 20, "{all}");
+        drop((one, other, many));
+        assert_eq!(fill().1, bytes);
     }
 }
