@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use exec_server_relay::EndReason;
 use exec_server_relay::registry::{ErrorBody, ErrorResponse};
 use exec_server_sync::Mutex;
+use exec_server_transport::connection_limits::{ConnectionCounter, ConnectionLimits};
 use exec_server_transport::forwarded::TrustedProxies;
 use exec_server_transport::http::{self, HeadKind, HttpHead};
 use exec_server_transport::journal::{self, Journal};
@@ -25,7 +26,6 @@ use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
@@ -59,7 +59,8 @@ pub struct RendezvousConfig {
     pub executor_lifetime: Duration,
     /// Lifetime of a harness's signed websocket URL and authorization.
     pub harness_lifetime: Duration,
-    /// Maximum number of simultaneous connections.
+    /// Maximum number of simultaneous connections. One address may hold half of them, unless it is
+    /// that of a trusted proxy.
     pub connections: usize,
     /// Timeout for receiving a request.
     pub request_timeout: Duration,
@@ -129,7 +130,7 @@ struct RendezvousShared {
     metrics: RendezvousMetrics,
     /// Addresses that have sent invalid tokens.
     throttle: Mutex<Throttle>,
-    connection_permits: Semaphore,
+    connection_counter: Arc<ConnectionCounter>,
     /// Open websockets in the order of their arrival.
     sockets: Mutex<BTreeMap<u64, OpenSocket>>,
     /// Source of socket numbers.
@@ -161,7 +162,10 @@ impl RendezvousServer {
             audit,
         } = parts;
         Self(Arc::new(RendezvousShared {
-            connection_permits: Semaphore::new(config.connections),
+            connection_counter: Arc::new(ConnectionCounter::new(ConnectionLimits {
+                connections: config.connections,
+                per_address: config.connections.div_ceil(2),
+            })),
             config,
             registry: ExecutorRegistry::new(
                 store, router, signer, tokens, oidc, tenants, lifetimes,
@@ -418,9 +422,18 @@ struct HttpConnectionState {
 impl HttpConnectionState {
     async fn handle(self, stream: TcpStream, tls: Option<Arc<TlsServer>>) {
         let shared = Arc::clone(&self.shared);
-        let Ok(_permit) = shared.connection_permits.try_acquire() else {
+        let address = network(self.peer.ip());
+        let is_proxy = shared.config.trusted_proxies.trusts(self.peer.ip());
+        let Some(place) = shared
+            .connection_counter
+            .enter((!is_proxy).then_some(address))
+        else {
             return;
         };
+        if let Some(limit) = place.refusal() {
+            tracing::warn!(peer = %self.peer, limit, "connection refused");
+            return;
+        }
         let _counted = shared.metrics.connections.hold();
         let _ = tcp::prepare(&stream, Ok(self.peer));
         let Some(tls) = tls else {

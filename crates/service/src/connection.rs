@@ -61,6 +61,10 @@ pub(crate) struct Connection {
     pub(crate) streams: bool,
     /// The authenticated client.
     pub(crate) identity: ClientIdentity,
+    /// Whom its resources count for: the client's name or address.
+    pub(crate) principal: Arc<str>,
+    /// Whether other principals share the server's resources with it.
+    pub(crate) shares: bool,
 }
 
 /// State of the handshake.
@@ -120,6 +124,7 @@ impl Connection {
             last_received: Arc::clone(&self.last_received),
             server_requests: Arc::clone(&self.server_requests),
             identity: self.identity.clone(),
+            principal: self.shares.then(|| Arc::clone(&self.principal)),
         }
     }
 

@@ -13,7 +13,7 @@ use exec_server_transport::http::HttpHead;
 use exec_server_transport::throttle::{Throttle, network};
 use tokio_util::sync::CancellationToken;
 
-use crate::auth::{Auth, AuthError, ClientIdentity};
+use crate::auth::{Auth, AuthError, AuthMethod, ClientIdentity};
 
 /// Requirements for new connections.
 #[derive(Debug, Clone, Default)]
@@ -69,6 +69,22 @@ pub(crate) struct AdmittedConnection {
     pub(crate) identity: ClientIdentity,
     /// Cancelled when the server no longer accepts the credential of the client.
     pub(crate) withdrawn: CancellationToken,
+    /// The address of the client, if it has one.
+    pub(crate) address: Option<IpAddr>,
+}
+
+impl AdmittedConnection {
+    /// Whom the resources of the connection count for: the client's name or, without one, its
+    /// address. `None` if all clients of this machine are one: they share with no other.
+    pub(crate) fn principal(&self) -> Option<Arc<str>> {
+        if self.identity.proof != AuthMethod::None {
+            return Some(Arc::clone(&self.identity.name));
+        }
+        let address = self
+            .address
+            .filter(|address| !address.to_canonical().is_loopback())?;
+        Some(format!("address {}", network(address)).into())
+    }
 }
 
 /// Why a request was refused.
@@ -144,6 +160,7 @@ impl ConnectionGuard {
                 // A child token, because connections that share one token would contend for its
                 // lock.
                 withdrawn: state.withdrawn[index].child_token(),
+                address: from.map(|peer| state.rules.trusted_proxies.client(peer, head)),
             }),
             Err(error) => {
                 let failed = |peer| {

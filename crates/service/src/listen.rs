@@ -14,6 +14,7 @@ use std::time::Duration;
 use exec_server_engine::OwnListener;
 use exec_server_engine::local_clients::{self, Admitted, LocalPeer};
 use exec_server_sys as sys;
+use exec_server_transport::connection_limits::CountedConnection;
 use exec_server_transport::frame::WebsocketRole;
 use exec_server_transport::http::{self, HeadKind, HttpHead};
 use exec_server_transport::tls::{Pin, TlsServer};
@@ -23,7 +24,6 @@ use tokio::net::{TcpListener, TcpStream, UnixListener};
 
 use crate::accept::Acceptor;
 use crate::auth::AuthMethod;
-use crate::connection_limits::CountedConnection;
 use crate::counters::RefusalCause;
 use crate::guard::{AdmissionRefusal, AdmittedConnection, ConnectionGuard};
 use crate::peer_owner;
@@ -752,7 +752,7 @@ mod tests {
 
     #[test]
     fn peer_that_the_system_does_not_name_is_unknown() {
-        let (reader, _writer) = std::io::pipe().unwrap();
+        let (reader, _writer) = io::pipe().unwrap();
         let address = "127.0.0.1:1".parse().unwrap();
         for peer in [Some(address), None] {
             let found = local_peer(&reader, peer);

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use exec_server_engine::snapshot::Snapshots;
-use exec_server_engine::{Engine, Executor, ExecutorConfig, ExecutorLimits, process};
+use exec_server_engine::{Engine, Executor, ExecutorConfig, ExecutorLimits, SharedSlots, process};
 use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_sync::{Mutex, RwLock};
+use exec_server_transport::connection_limits::{ConnectionCounter, ConnectionLimits};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -16,12 +17,12 @@ use crate::ApiError;
 use crate::audit::Audit;
 use crate::budget::{MemoryBudget, Overdraft};
 use crate::config::ExecServerConfig;
-use crate::connection_limits::{ConnectionCounter, ConnectionLimits};
 use crate::counters::ServerMetrics;
 use crate::files::FileThreads;
 use crate::machine_info::MachineInfo;
 use crate::outbox::Outbox;
 use crate::session::{Session, SessionDriver, unknown_session};
+use crate::shares;
 use crate::trace::Tracer;
 
 /// Lifetime of a session after its connection ends.
@@ -39,6 +40,9 @@ const FILES_GRACE: Duration = Duration::from_secs(2);
 
 /// Longest time that a client can give the processes of a session that it ends.
 const MAX_END_GRACE: Duration = Duration::from_secs(60);
+
+/// Concurrent content searches of all connections; each one uses all cores.
+const SEARCHES: usize = 4;
 
 /// A server; cheap to clone.
 #[derive(Debug, Clone)]
@@ -67,6 +71,8 @@ struct ServerShared {
     engine: Engine,
     info: MachineInfo,
     sessions: Mutex<HashMap<String, Arc<Session>>>,
+    /// Slots of content searches of all connections.
+    searches: SharedSlots,
     /// Thread pool for the file operations of all connections.
     files: FileThreads,
     /// Number of connections that may have files open.
@@ -158,6 +164,7 @@ impl ExecServer {
             engine,
             info,
             sessions: Mutex::default(),
+            searches: SharedSlots::new(SEARCHES),
             files: FileThreads::default(),
             with_files: watch::Sender::new(0),
             connections: watch::Sender::new(0),
@@ -255,6 +262,11 @@ impl ExecServer {
     /// Cancelled when the server has shut down.
     pub(crate) fn ended(&self) -> &CancellationToken {
         &self.inner.ended
+    }
+
+    /// Slots of content searches.
+    pub(crate) fn searches(&self) -> &SharedSlots {
+        &self.inner.searches
     }
 
     pub(crate) fn metrics(&self) -> &Arc<ServerMetrics> {
@@ -380,10 +392,9 @@ impl ExecServer {
     ) -> Result<(Arc<Session>, Duration), ApiError> {
         let mut sessions = self.inner.sessions.lock();
         let limit = self.config().max_sessions;
-        if sessions.len() >= limit {
-            return Err(ApiError::invalid_request(format!(
-                "limit of {limit} sessions reached"
-            )));
+        let evicted = shares::make_room(&sessions, driver.principal.as_ref(), limit)?;
+        if let Some(evicted) = &evicted {
+            sessions.remove(&evicted.id);
         }
         if self.inner.draining.is_cancelled() {
             return Err(ApiError::invalid_request("the server is shutting down"));
@@ -393,6 +404,15 @@ impl ExecServer {
         let session = Arc::new(Session::new(grace, driver, snapshots));
         sessions.insert(session.id.clone(), Arc::clone(&session));
         self.inner.metrics.sessions.add(1);
+        drop(sessions);
+        if let Some(evicted) = evicted {
+            tracing::info!(
+                session = evicted.id,
+                "detached session evicted for a new one"
+            );
+            // It has no live process.
+            evicted.end();
+        }
         Ok((session, grace))
     }
 
@@ -435,6 +455,44 @@ impl ExecServer {
             return Err(ApiError::invalid_request(format!(
                 "limit of {limit} bytes of retained output reached"
             )));
+        }
+        self.is_within_share(session)
+    }
+
+    /// Checks that the principal of a session has not used its share of processes and retained
+    /// output. Only looked at once half of a resource is used: before that, nobody exceeds it.
+    fn is_within_share(&self, session: &Session) -> Result<(), ApiError> {
+        let Some(principal) = session.principal() else {
+            return Ok(());
+        };
+        let config = self.config();
+        let executor = self.inner.engine.executor();
+        let processes = shares::of(config.max_processes);
+        let bytes = shares::of(config.max_retained_bytes);
+        let own = || {
+            let mut all = self.all_sessions();
+            all.retain(|other| other.principal() == Some(principal));
+            all
+        };
+        if executor.live() >= processes {
+            let live: usize = own().iter().map(|session| session.live_processes()).sum();
+            if live >= processes {
+                return Err(ApiError::invalid_request(format!(
+                    "limit of {processes} processes of one client reached"
+                )));
+            }
+        }
+        let held = || -> u64 { own().iter().map(|session| session.retained_bytes()).sum() };
+        if executor.retained_bytes() >= bytes as u64 && held() >= bytes as u64 {
+            let sessions = own();
+            for session in &sessions {
+                while held() >= bytes as u64 && session.drop_oldest_delivered() {}
+            }
+            if held() >= bytes as u64 {
+                return Err(ApiError::invalid_request(format!(
+                    "limit of {bytes} bytes of retained output of one client reached"
+                )));
+            }
         }
         Ok(())
     }

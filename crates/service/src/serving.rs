@@ -70,6 +70,7 @@ impl ExecServer {
         let admission = AdmittedConnection {
             identity,
             withdrawn,
+            address: None,
         };
         self.serve_admitted(link, name, lifetime, admission)
     }
@@ -94,22 +95,29 @@ async fn serve(
     lifetime: SessionLifetime,
     admission: AdmittedConnection,
 ) {
+    let principal = admission.principal();
     let AdmittedConnection {
         identity,
         withdrawn,
+        ..
     } = admission;
+    let shares = principal.is_some();
+    let principal = principal.unwrap_or_else(|| Arc::clone(&identity.name));
     let expires = identity.expires;
     let _counted = server.count_connection();
     tracing::info!(peer = name, identity = &*identity.name, "connection opened");
     let pings = link.has_pings();
     let keepalive = pings.then(|| Keepalive::new(server.config().keepalive, Instant::now()));
     let closed = CancellationToken::new();
-    let answers = server.answers().account(&identity.name, closed.clone());
+    let answers = server.answers().account(&principal, closed.clone());
     let outbox = Arc::new(Outbox::new(Arc::clone(server.metrics()), answers));
     let lane = FileLane::new(server.files());
     let handles = FileHandles::new(server.with_files());
     let concurrent_requests = server.config().concurrent_requests.max(1);
+    let server_searches = server.searches().share(&principal);
     let connection = Arc::new(Connection {
+        principal,
+        shares,
         slots: Arc::new(Semaphore::new(concurrent_requests)),
         concurrent_requests,
         server,
@@ -120,7 +128,7 @@ async fn serve(
         handles,
         lane,
         requests: HttpRequests::default(),
-        searches: ConnectionSearches::default(),
+        searches: ConnectionSearches::new(server_searches),
         discoveries: Arc::new(Semaphore::new(1)),
         watches: ConnectionWatches::default(),
         waiting: AtomicUsize::new(0),
@@ -136,7 +144,7 @@ async fn serve(
     let unfinished = connection
         .server
         .unfinished()
-        .account(&connection.identity.name, closed.clone());
+        .account(&connection.principal, closed.clone());
     incoming.limit_by(IncompleteMessageBudget::new(unfinished));
     let mut writer = Box::pin(async move {
         if let Err(error) = outbox::write(&outbox, outgoing).await {
@@ -284,7 +292,8 @@ struct ConnectionReader {
 /// Messages that arrived before a response of the client and have not been processed yet.
 #[derive(Debug, Default)]
 struct DeferredMessages {
-    messages: VecDeque<String>,
+    /// `None` stands for a message that is not text.
+    messages: VecDeque<Option<String>>,
     bytes: usize,
     /// The peer has closed its side; no more messages will arrive.
     ended: bool,
@@ -295,14 +304,14 @@ impl DeferredMessages {
         !self.ended && self.messages.len() < MAX_AHEAD && self.bytes < MAX_AHEAD_BYTES
     }
 
-    fn push(&mut self, text: &str) {
-        self.bytes += text.len();
-        self.messages.push_back(text.to_owned());
+    fn push(&mut self, text: Option<&str>) {
+        self.bytes += text.map_or(0, str::len);
+        self.messages.push_back(text.map(str::to_owned));
     }
 
-    fn pop(&mut self) -> Option<String> {
+    fn pop(&mut self) -> Option<Option<String>> {
         let text = self.messages.pop_front()?;
-        self.bytes -= text.len();
+        self.bytes -= text.as_ref().map_or(0, String::len);
         Some(text)
     }
 }
@@ -367,8 +376,13 @@ impl ConnectionReader {
                         Ok(Some(LinkEvent::Message(text))) => {
                             self.connection.last_received.now();
                             if !answer(&self.connection, text) {
-                                self.ahead.push(text);
+                                self.ahead.push(Some(text));
                             }
+                            continue;
+                        }
+                        // Its error response needs memory as well.
+                        Ok(Some(LinkEvent::NotText)) => {
+                            self.ahead.push(None);
                             continue;
                         }
                         event => event,
@@ -384,8 +398,13 @@ impl ConnectionReader {
                 () = self.connection.server_requests.request_started(), if !pending => continue,
                 () = &mut alarm, if wake => continue,
             };
-            if let Some(text) = self.ahead.pop() {
-                receive(&self.connection, phase, &self.name, (&text, None), slot);
+            if let Some(deferred) = self.ahead.pop() {
+                match deferred {
+                    Some(text) => {
+                        receive(&self.connection, phase, &self.name, (&text, None), slot);
+                    }
+                    None => refuse_not_text(&self.connection, &self.name),
+                }
                 continue;
             }
             if self.ahead.ended {
@@ -436,9 +455,7 @@ fn control(
 ) -> Option<ConnectionEnd> {
     match event {
         Ok(Some(LinkEvent::Message(_) | LinkEvent::Pong)) => {}
-        Ok(Some(LinkEvent::NotText)) => {
-            refuse(connection, &malformed(name, "message is not UTF-8"));
-        }
+        Ok(Some(LinkEvent::NotText)) => refuse_not_text(connection, name),
         Ok(Some(LinkEvent::Ping(payload))) => connection.outbox.pong(payload),
         Ok(None) => return Some(ConnectionEnd::Eof),
         Err(LinkError::Frame(error)) => {
@@ -503,6 +520,10 @@ async fn next_slot(connection: &Connection) -> Option<OwnedSemaphorePermit> {
 
 fn malformed(name: &str, reason: &str) -> String {
     format!("failed to parse JSON-RPC message from {name}: {reason}")
+}
+
+fn refuse_not_text(connection: &Connection, name: &str) {
+    refuse(connection, &malformed(name, "message is not UTF-8"));
 }
 
 /// Sends an error response without an id.

@@ -39,6 +39,8 @@ pub(crate) struct Session {
     pub(crate) id: String,
     /// The identity that opened the session; only the same identity can resume it.
     owner: ClientIdentity,
+    /// Whom it counts for; `None` if the server has one client only.
+    principal: Option<Arc<str>>,
     state: Mutex<SessionState>,
     table: Mutex<ProcessRecords>,
     /// When the session was last attached to a connection, or when it ended; `None` while it waits
@@ -59,6 +61,8 @@ struct SessionState {
     /// one.
     attachments: u64,
     grace: Duration,
+    /// When its connection ended.
+    detached: Option<Instant>,
     ended: bool,
 }
 
@@ -73,6 +77,8 @@ pub(crate) struct SessionDriver {
     pub(crate) server_requests: Arc<ServerRequests>,
     /// The authenticated client.
     pub(crate) identity: ClientIdentity,
+    /// Whom the session counts for; `None` if there is no other client.
+    pub(crate) principal: Option<Arc<str>>,
 }
 
 /// When a connection last received a message.
@@ -218,16 +224,19 @@ impl Session {
     pub(crate) fn new(grace: Duration, driver: SessionDriver, snapshots: Snapshots) -> Self {
         let (id, resume_key) = new_names();
         let owner = driver.identity.clone();
+        let principal = driver.principal.clone();
         let state = SessionState {
             driver: Some(driver),
             resume_key,
             attachments: 1,
             grace,
+            detached: None,
             ended: false,
         };
         Self {
             id,
             owner,
+            principal,
             state: Mutex::new(state),
             table: Mutex::default(),
             wait_attached: watch::Sender::new(Some(Instant::now())),
@@ -238,6 +247,38 @@ impl Session {
     /// The connection that drives the session, if there is one.
     pub(crate) fn driver(&self) -> Option<SessionDriver> {
         self.state.lock().driver.clone()
+    }
+
+    /// Whom the session counts for; `None` if the server has one client only.
+    pub(crate) fn principal(&self) -> Option<&Arc<str>> {
+        self.principal.as_ref()
+    }
+
+    /// Since when the session waits for its client, if it has no live process.
+    pub(crate) fn idle_since(&self) -> Option<Instant> {
+        let detached = self.state.lock().detached?;
+        (self.live_processes() == 0).then_some(detached)
+    }
+
+    /// Number of processes that run or are being started.
+    pub(crate) fn live_processes(&self) -> usize {
+        let table = self.table.lock();
+        let live = table.slots.values().filter(|slot| match slot {
+            ProcessRecord::Starting(_) => true,
+            ProcessRecord::Started(managed) => {
+                managed.process.with_log(|log| log.close().is_none())
+            }
+        });
+        live.count()
+    }
+
+    /// Bytes of output that its processes retain.
+    pub(crate) fn retained_bytes(&self) -> u64 {
+        let processes = self.processes();
+        let bytes = processes
+            .iter()
+            .map(|managed| managed.process.with_log(|log| log.retained_bytes()));
+        bytes.sum()
     }
 
     /// The key that lets the client resume the session while its old connection is attached.
@@ -275,6 +316,7 @@ impl Session {
         }
         self.wait_attached.send_replace(Some(Instant::now()));
         state.driver = Some(driver);
+        state.detached = None;
         state.attachments += 1;
         state.grace = grace.unwrap_or(state.grace);
         let granted = state.grace;
@@ -296,6 +338,7 @@ impl Session {
         state
             .driver
             .take_if(|driver| Arc::ptr_eq(&driver.outbox, outbox))?;
+        state.detached = Some(Instant::now());
         let absence = (state.grace, state.attachments);
         self.wait_attached.send_replace(None);
         drop(state);

@@ -39,7 +39,9 @@ impl TrustedProxies {
             .map(Self)
     }
 
-    fn trusts(&self, address: IpAddr) -> bool {
+    /// Returns whether an address is that of a trusted proxy.
+    #[must_use]
+    pub fn trusts(&self, address: IpAddr) -> bool {
         let address = address.to_canonical();
         self.0.iter().any(|network| network.contains(&address))
     }

@@ -5,6 +5,7 @@
 
 pub mod backoff;
 pub mod connect;
+pub mod connection_limits;
 pub mod forwarded;
 pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]

@@ -4,6 +4,7 @@
 //! accepted. Without one, only programs on this machine are accepted. Requests from web pages are
 //! always refused.
 
+use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -13,6 +14,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use exec_server_sync::Mutex;
 use exec_server_transport::Secret;
+use exec_server_transport::connection_limits::{ConnectionCounter, ConnectionLimits};
 use exec_server_transport::throttle::{Throttle, network};
 use http::header::{AUTHORIZATION, HOST, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::{HeaderValue, Request, Response, StatusCode};
@@ -22,12 +24,13 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use rmcp::transport::streamable_http_server::session::SessionManager as _;
 use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
 use rmcp::transport::{StreamableHttpServerConfig, StreamableHttpService};
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
 
 use crate::mcp::server::McpServer;
 
@@ -40,8 +43,18 @@ pub const PATH: &str = "/mcp";
 /// Maximum number of simultaneous connections.
 const MAX_CONNECTIONS: usize = 256;
 
-/// Maximum number of sessions of clients with the older protocol; newer clients have no session.
+/// Maximum number of simultaneous connections of one address that other machines can have.
+const MAX_ADDRESS_CONNECTIONS: usize = MAX_CONNECTIONS / 4;
+
+/// Maximum number of sessions of clients with the older protocol; newer clients have no session. A
+/// new one replaces the one that was not used for the longest time.
 const MAX_SESSIONS: usize = 256;
+
+/// How long a connection may last before its first request with a good token.
+const STRANGER_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// How long a connection may be idle while the maximum number is reached.
+const CROWDED_IDLE: Duration = Duration::from_secs(5);
 
 /// How long such a session may be idle: longer than any call takes.
 const SESSION_IDLE: Duration = Duration::from_secs(3600);
@@ -88,6 +101,64 @@ struct McpHttpState {
     throttle: Mutex<Throttle>,
     /// Decides whether a process of this machine may use the server.
     peers: Option<PeerCheck>,
+    connections: Arc<ConnectionCounter>,
+    /// Open connections by number, to find those that are idle.
+    open: Mutex<BTreeMap<u64, Arc<ConnectionActivity>>>,
+    /// When each session was last used.
+    used: Mutex<HashMap<String, Instant>>,
+}
+
+/// What a connection does.
+#[derive(Debug)]
+struct ConnectionActivity {
+    state: Mutex<ActivityState>,
+    /// Cancelled to close the connection.
+    closed: CancellationToken,
+}
+
+#[derive(Debug)]
+struct ActivityState {
+    /// Whether it has sent a good token.
+    is_known: bool,
+    /// Requests in progress.
+    requests: usize,
+    since: Instant,
+}
+
+/// A request in progress.
+struct ActiveRequest<'a>(&'a ConnectionActivity);
+
+impl ConnectionActivity {
+    fn new() -> Self {
+        let state = ActivityState {
+            is_known: false,
+            requests: 0,
+            since: Instant::now(),
+        };
+        Self {
+            state: Mutex::new(state),
+            closed: CancellationToken::new(),
+        }
+    }
+
+    fn begin(&self) -> ActiveRequest<'_> {
+        self.state.lock().requests += 1;
+        ActiveRequest(self)
+    }
+
+    /// Since when the connection has no request.
+    fn idle_since(&self) -> Option<Instant> {
+        let state = self.state.lock();
+        (state.requests == 0).then_some(state.since)
+    }
+}
+
+impl Drop for ActiveRequest<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state.lock();
+        state.requests -= 1;
+        state.since = Instant::now();
+    }
 }
 
 /// Decides about a connection by the addresses of its ends: the peer's, and the listener's if the
@@ -139,6 +210,15 @@ impl McpHttpServer {
                 token: token.map(|token| digest(token.expose().as_bytes())),
                 throttle: Mutex::default(),
                 peers: None,
+                connections: Arc::new(ConnectionCounter::new(ConnectionLimits {
+                    connections: MAX_CONNECTIONS,
+                    per_address: match is_private {
+                        true => MAX_CONNECTIONS,
+                        false => MAX_ADDRESS_CONNECTIONS,
+                    },
+                })),
+                open: Mutex::default(),
+                used: Mutex::default(),
             }),
         })
     }
@@ -164,11 +244,7 @@ impl McpHttpServer {
 
     /// Accepts connections until the future is dropped.
     pub async fn serve(self) {
-        let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-        loop {
-            let Ok(permit) = Arc::clone(&room).acquire_owned().await else {
-                return;
-            };
+        for number in 0.. {
             let (stream, peer) = match self.listener.accept().await {
                 Ok(accepted) => accepted,
                 Err(error) => {
@@ -178,10 +254,22 @@ impl McpHttpServer {
                 }
             };
             let state = Arc::clone(&self.state);
+            let address = network(peer.ip());
+            let mut place = state.connections.enter(Some(address));
+            if place.as_ref().is_none_or(|place| place.refusal().is_some()) && state.close_idle() {
+                drop(place);
+                // The closed connection ends as soon as its task runs.
+                tokio::task::yield_now().await;
+                place = state.connections.enter(Some(address));
+            }
+            let Some(place) = place.filter(|place| place.refusal().is_none()) else {
+                tracing::warn!(%peer, "connection refused: too many are open");
+                continue;
+            };
             // This task ends with the connection.
             tokio::spawn(async move {
-                state.connection(stream, peer).await;
-                drop(permit);
+                state.connection(stream, peer, number).await;
+                drop(place);
             });
         }
     }
@@ -190,12 +278,55 @@ impl McpHttpServer {
 type McpHttpResponse = Response<BoxBody<Bytes, Infallible>>;
 
 impl McpHttpState {
-    async fn connection(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
+    /// Closes the connection that is idle for the longest time, and for long enough.
+    fn close_idle(&self) -> bool {
+        let open = self.open.lock();
+        let idle = open
+            .values()
+            .filter(|activity| !activity.closed.is_cancelled());
+        let idle = idle.filter_map(|activity| Some((activity.idle_since()?, activity)));
+        match idle.min_by_key(|(since, _)| *since) {
+            Some((since, activity)) if since.elapsed() >= CROWDED_IDLE => {
+                activity.closed.cancel();
+                true
+            }
+            _ => false,
+        }
+    }
+
+    async fn connection(self: Arc<Self>, stream: TcpStream, peer: SocketAddr, number: u64) {
+        let activity = Arc::new(ConnectionActivity::new());
+        self.open.lock().insert(number, Arc::clone(&activity));
+        let stranger = async {
+            tokio::time::sleep(STRANGER_TIMEOUT).await;
+            if activity.state.lock().is_known {
+                std::future::pending::<()>().await;
+            }
+        };
+        tokio::select! {
+            () = Arc::clone(&self).serve(stream, peer, Arc::clone(&activity)) => {}
+            () = activity.closed.cancelled() => {}
+            () = stranger => {}
+        }
+        self.open.lock().remove(&number);
+    }
+
+    async fn serve(
+        self: Arc<Self>,
+        stream: TcpStream,
+        peer: SocketAddr,
+        activity: Arc<ConnectionActivity>,
+    ) {
         let _ = stream.set_nodelay(true);
         let (own, from) = (stream.local_addr().ok(), peer.ip());
         let service = service_fn(|request| {
             let state = Arc::clone(&self);
-            async move { Ok::<_, Infallible>(state.request(request, from, (peer, own)).await) }
+            let activity = Arc::clone(&activity);
+            async move {
+                let _active = activity.begin();
+                let answer = state.request(request, from, (peer, own), &activity).await;
+                Ok::<_, Infallible>(answer)
+            }
         });
         let served = http1::Builder::new()
             .timer(TokioTimer::new())
@@ -212,6 +343,7 @@ impl McpHttpState {
         request: Request<Incoming>,
         from: IpAddr,
         (peer, own): (SocketAddr, Option<SocketAddr>),
+        activity: &ConnectionActivity,
     ) -> McpHttpResponse {
         if request.uri().path() != PATH {
             return refusal(StatusCode::NOT_FOUND, "nothing is here but /mcp\n");
@@ -241,12 +373,40 @@ impl McpHttpState {
             answer.headers_mut().insert(WWW_AUTHENTICATE, challenge);
             return answer;
         }
-        // A request without a session may open one.
-        let opens = !request.headers().contains_key(SESSION_HEADER);
-        if opens && self.sessions.sessions.read().await.len() >= MAX_SESSIONS {
-            return refusal(StatusCode::SERVICE_UNAVAILABLE, "too many sessions\n");
+        activity.state.lock().is_known = true;
+        let session = request.headers().get(SESSION_HEADER);
+        match session.and_then(|session| session.to_str().ok()) {
+            Some(session) => {
+                if let Some(used) = self.used.lock().get_mut(session) {
+                    *used = Instant::now();
+                }
+            }
+            // A request without a session may open one.
+            None => self.make_room().await,
         }
-        self.service.handle(request).await
+        let answer = self.service.handle(request).await;
+        let opened = answer.headers().get(SESSION_HEADER);
+        if let Some(opened) = opened.and_then(|session| session.to_str().ok()) {
+            self.used.lock().insert(opened.to_owned(), Instant::now());
+        }
+        answer
+    }
+
+    /// Ends the session that was not used for the longest time, if there are too many.
+    async fn make_room(&self) {
+        let oldest = {
+            let sessions = self.sessions.sessions.read().await;
+            let mut used = self.used.lock();
+            // Some have ended by themselves.
+            used.retain(|id, _| sessions.contains_key(id.as_str()));
+            let oldest = sessions.keys().min_by_key(|id| used.get(&***id).copied());
+            oldest.filter(|_| sessions.len() >= MAX_SESSIONS).cloned()
+        };
+        if let Some(oldest) = oldest {
+            tracing::warn!("session ended for a new one: it was not used for the longest time");
+            // Fails only if it has ended meanwhile.
+            let _ = self.sessions.close_session(&oldest).await;
+        }
     }
 
     fn admits(&self, header: Option<&HeaderValue>) -> bool {

@@ -27,6 +27,7 @@ mod own_user;
 mod reach;
 mod scopes;
 mod secrets;
+mod shares;
 mod token;
 mod upgrade;
 

@@ -1,7 +1,7 @@
 //! Implementation of `process/*`.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use exec_server_engine::process as requests;
 use exec_server_engine::request;
@@ -383,10 +383,7 @@ pub(crate) fn wait(call: CheckedRequest<'_>, params: WaitParams) {
 }
 
 pub(crate) fn wait_for(call: CheckedRequest<'_>, params: WaitForParams) {
-    let conditions = match Conditions::compile(&params.any) {
-        Ok(conditions) => conditions,
-        Err(error) => return call.responder.send_error(error.into()),
-    };
+    let principal = Arc::clone(&call.connection.principal);
     let (id, session) = (params.process_id.clone(), params.session_id.clone());
     let job = move |connection: Arc<Connection>,
                     managed: Option<&Arc<SessionProcess>>,
@@ -402,7 +399,13 @@ pub(crate) fn wait_for(call: CheckedRequest<'_>, params: WaitForParams) {
         // The task ends with the connection.
         connection.spawn(async move {
             let after = params.after_seq.unwrap_or(0);
+            let began = Instant::now();
+            let conditions = match Conditions::prepare(params.any, &principal).await {
+                Ok(conditions) => conditions,
+                Err(error) => return responder.send_error(error.into()),
+            };
             let timeout = params.timeout_ms.map(Duration::from_millis);
+            let timeout = timeout.map(|timeout| timeout.saturating_sub(began.elapsed()));
             let result = conditions.wait(&managed.process, after, timeout).await;
             drop(waiting);
             responder.send(Ok(result));

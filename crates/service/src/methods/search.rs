@@ -25,14 +25,18 @@ pub(super) fn search(admitted: AdmittedFileRequest, mut responder: RequestRespon
     let there = Arc::clone(&connection);
     there.spawn(async move {
         let answer = async {
-            // The semaphore is never closed.
-            let _running = connection.searches.running.acquire().await;
+            let running = connection.searches.running.acquire().await;
             responder.reserve(MAX_SEARCH_REPLY_BYTES).await;
             // Dropped with this future when the connection or the session ends.
             let interest = SearchCancelFlag(Arc::default());
             let cancelled = Arc::clone(&interest.0);
             let stop = move || cancelled.load(Ordering::Relaxed);
-            blocking(move || call.run(&stop)).await
+            // The slot is used until the threads have stopped.
+            blocking(move || {
+                let _running = running;
+                call.run(&stop)
+            })
+            .await
         };
         let answer = tokio::select! {
             answer = answer => answer,

@@ -8,15 +8,17 @@ use exec_server_sync::Mutex;
 
 /// Counts connections, including those in their handshake.
 #[derive(Debug)]
-pub(crate) struct ConnectionCounter {
+pub struct ConnectionCounter {
     state: Mutex<CounterState>,
 }
 
 /// Limits of a [`ConnectionCounter`].
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct ConnectionLimits {
-    pub(crate) connections: usize,
-    pub(crate) per_address: usize,
+pub struct ConnectionLimits {
+    /// Connections in total.
+    pub connections: usize,
+    /// Connections of one address.
+    pub per_address: usize,
 }
 
 /// Connections above the limit that get an error response at one time; further ones are closed
@@ -33,7 +35,7 @@ struct CounterState {
 
 /// One counted connection; released on drop.
 #[derive(Debug)]
-pub(crate) struct CountedConnection {
+pub struct CountedConnection {
     connection_counter: Arc<ConnectionCounter>,
     address: Option<IpAddr>,
     kind: CountResult,
@@ -47,7 +49,7 @@ enum CountResult {
 
 impl CountedConnection {
     /// The text of the limit that prevents this connection from being served, for its peer.
-    pub(crate) fn refusal(&self) -> Option<&str> {
+    pub fn refusal(&self) -> Option<&str> {
         match &self.kind {
             CountResult::Inside => None,
             CountResult::Refused(text) => Some(text),
@@ -56,7 +58,9 @@ impl CountedConnection {
 }
 
 impl ConnectionCounter {
-    pub(crate) fn new(limits: ConnectionLimits) -> Self {
+    /// Creates a counter.
+    #[must_use]
+    pub fn new(limits: ConnectionLimits) -> Self {
         let state = CounterState {
             limits,
             total: 0,
@@ -69,13 +73,13 @@ impl ConnectionCounter {
     }
 
     /// Changes the limits for new connections.
-    pub(crate) fn set_limits(&self, limits: ConnectionLimits) {
+    pub fn set_limits(&self, limits: ConnectionLimits) {
         self.state.lock().limits = limits;
     }
 
     /// Counts a new connection. Above a limit, returns a [`CountedConnection`] with a refusal to send to the
     /// peer; `None` if too many refusals are being sent already.
-    pub(crate) fn enter(self: &Arc<Self>, address: Option<IpAddr>) -> Option<CountedConnection> {
+    pub fn enter(self: &Arc<Self>, address: Option<IpAddr>) -> Option<CountedConnection> {
         let mut state = self.state.lock();
         let ConnectionLimits {
             connections,
