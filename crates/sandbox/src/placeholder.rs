@@ -70,8 +70,10 @@ struct PlaceholderDirectory {
 #[derive(Default)]
 struct PlaceholderTable {
     directories: HashMap<PathBuf, PlaceholderDirectory>,
-    /// Files that list the placeholders for other programs.
-    journals: Vec<OwnedFd>,
+    /// File that lists the placeholders for the guardian.
+    journal: Option<OwnedFd>,
+    /// The same for the next server.
+    kept: journal::KeptJournal,
 }
 
 fn table() -> MutexGuard<'static, PlaceholderTable> {
@@ -208,7 +210,7 @@ impl PlaceholderTable {
     }
 
     /// Writes the journals.
-    fn record(&self) -> io::Result<()> {
+    fn record(&mut self) -> io::Result<()> {
         let mut text = Vec::new();
         for (above, directory) in &self.directories {
             for name in directory.names.keys() {
@@ -216,10 +218,11 @@ impl PlaceholderTable {
                 text.push(0);
             }
         }
-        for journal in &self.journals {
-            journal::write(journal, &text)?;
+        self.kept.write(&text);
+        match &self.journal {
+            Some(journal) => journal::write(journal, &text),
+            None => Ok(()),
         }
-        Ok(())
     }
 }
 

@@ -17,7 +17,7 @@ use toml_edit::{Array, ArrayOfTables, DocumentMut, InlineTable, Item, Table, val
 
 use super::args::{EnvAddArgs, EnvCommand};
 use super::error::{self, notice};
-use super::table::table;
+use super::table::{table, visible};
 use super::{on, print, runtime, ssh, trust};
 
 /// How long a new environment may take to respond; behind ssh, a server may be installed first.
@@ -167,7 +167,7 @@ fn try_out(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
         Ok(answer) => print(
             format!(
                 "exec-server {} answered in {:.1} ms; to use it: exec-server run --on {} -- uname -a\n",
-                answer.version().unwrap_or("of unknown version"),
+                visible(answer.version().unwrap_or("of unknown version")),
                 millis(answer.latency),
                 args.id
             )

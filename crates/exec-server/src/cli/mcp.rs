@@ -63,6 +63,7 @@ pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
         // Starts the watcher process before any thread exists. The watcher ends all processes if
         // this program is killed.
         remote::split_guardian()?;
+        settings::sweep_placeholders();
     }
     log_to_stderr()?;
     let token = args.http_token_file.as_deref().map(token).transpose()?;
@@ -287,6 +288,7 @@ pub(super) fn run_proxy(args: McpProxyArgs) -> anyhow::Result<ExitCode> {
         // Starts the watcher process before any thread exists. The watcher ends all processes if
         // this program is killed.
         remote::split_guardian()?;
+        settings::sweep_placeholders();
     }
     log_to_stderr()?;
     let runtime = runtime()?;

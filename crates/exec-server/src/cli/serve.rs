@@ -52,6 +52,7 @@ pub(super) fn run(args: ServeArgs, idle: Option<IdleDetector>) -> anyhow::Result
     remote::split_guardian()?;
     protect_files(&settings, idle.as_ref().map(|idle| idle.directory()));
     let log = log::start(&settings)?;
+    settings::sweep_placeholders();
     let files = own::raise_open_files();
     tracing::debug!(
         protected,

@@ -14,6 +14,7 @@ use exec_server_egress::http::{DEFAULT_DENY, HostRules, HttpConfig, ProxyChoice}
 use exec_server_engine::configuration::ConfigFiles;
 use exec_server_engine::host;
 use exec_server_executor::log::Retention;
+use exec_server_sandbox::placeholder::journal;
 use exec_server_service::{DEFAULT_LISTEN_URL, ExecServerConfig, ListenUrl, auth};
 use exec_server_transport::keepalive::KeepaliveConfig;
 use toml::Value;
@@ -862,6 +863,21 @@ fn flags(args: &ServeArgs) -> Vec<(&'static str, &'static str, Value)> {
     given
 }
 
+/// Name of the directory with the journals of placeholders in the state directory.
+const PLACEHOLDERS: &str = "placeholders";
+
+/// Removes the placeholders of servers that were killed together with their guardians, and keeps a
+/// list of those of this server for the next one.
+pub(super) fn sweep_placeholders() {
+    let Some(directory) = state_directory().map(|state| state.join(PLACEHOLDERS)) else {
+        return;
+    };
+    if let Err(error) = journal::keep_in(&directory) {
+        let directory = directory.display();
+        tracing::warn!(%directory, %error, "placeholders of killed servers cannot be removed");
+    }
+}
+
 /// Directory of this program's keys and of the keys that it trusts.
 pub(super) fn state_directory() -> Option<PathBuf> {
     let given = |name: &str| variable(name).filter(|path| !path.is_empty());
@@ -881,7 +897,8 @@ pub(super) fn own_paths() -> Vec<PathBuf> {
 /// The state directory. If it contains the user's home or the working directory, as a service
 /// manager may configure it, the files that this program stores in it instead.
 fn state_paths() -> Vec<PathBuf> {
-    const NAMES: [&str; 4] = [
+    const NAMES: [&str; 5] = [
+        PLACEHOLDERS,
         "executor.identity",
         "harness.identity",
         "known_environments",

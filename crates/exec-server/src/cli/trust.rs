@@ -1,5 +1,6 @@
 //! `exec-server env trust`: the trusted keys of environments.
 
+use std::fmt::Display;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
@@ -7,13 +8,14 @@ use exec_server_client::registry::{Fingerprint, RegistryDial, RegistryUrl};
 
 use super::args::TrustArgs;
 use super::error::notice;
+use super::table::visible;
 use super::{print, registry, runtime};
 
 pub(super) fn run(args: &TrustArgs) -> anyhow::Result<ExitCode> {
     let known = registry::known()?;
     let Some(environment) = &args.environment else {
         let lines = known.list()?.into_iter();
-        let text: String = lines.map(|(url, key)| format!("{url} {key}\n")).collect();
+        let text: String = lines.map(|(url, key)| line(&url, key)).collect();
         print(text.as_bytes())?;
         return Ok(ExitCode::SUCCESS);
     };
@@ -41,6 +43,26 @@ pub(super) fn run(args: &TrustArgs) -> anyhow::Result<ExitCode> {
         }
         _ => {}
     }
-    print(format!("{url} {key}\n").as_bytes())?;
+    print(line(&url, key).as_bytes())?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// A line of output; the file of known keys may have been written by another program.
+fn line(url: &impl Display, key: Fingerprint) -> String {
+    format!("{} {key}\n", visible(&url.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn line_escapes_what_controls_a_terminal() {
+        let key: Fingerprint = "07".repeat(32).parse().unwrap();
+        let line = line(&"registry://a\u{1b}[2J\nb/c\u{202e}", key);
+        assert!(
+            line.starts_with("registry://a\\u{1b}[2J\\nb/c\\u{202e} "),
+            "{line}"
+        );
+    }
 }

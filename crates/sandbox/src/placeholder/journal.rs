@@ -35,27 +35,64 @@ pub fn open_for_guardian() {
         return;
     };
     if SHARED.set(file).is_ok() {
-        table().journals.push(copy);
+        table().journal = Some(copy);
     }
 }
 
-/// Removes the placeholders of servers that were killed, and their journals in a directory; then
-/// opens the journal of this program there.
+/// Removes the placeholders of servers that were killed, and their journals in a directory. The
+/// journal of this program is created there with its first placeholder.
 ///
 /// # Errors
 ///
-/// If the journal cannot be created.
-pub fn open_in(directory: &Path) -> io::Result<()> {
-    match rustix::fs::mkdir(directory, Mode::RWXU) {
-        Ok(()) | Err(Errno::EXIST) => {}
-        Err(error) => return Err(error.into()),
+/// If the directory cannot be read.
+pub fn keep_in(directory: &Path) -> io::Result<()> {
+    table().kept = KeptJournal::Wanted(directory.to_owned());
+    match open_directory(directory) {
+        Ok(directory) => sweep(&directory),
+        Err(Errno::NOENT | Errno::NOTDIR) => Ok(()),
+        Err(error) => Err(error.into()),
     }
-    let directory = open_directory(directory)?;
-    sweep(&directory)?;
-    let journal = create(&directory)?;
-    let mut table = table();
-    table.journals.push(journal);
-    table.record()
+}
+
+/// The journal for the next server.
+#[derive(Debug, Default)]
+pub(super) enum KeptJournal {
+    #[default]
+    Off,
+    /// To be created in this directory.
+    Wanted(PathBuf),
+    Open(OwnedFd),
+}
+
+impl KeptJournal {
+    /// Writes the list. A failure has no effect: a command must not depend on the disk of the state
+    /// directory, and the list is needed only if the guardian is killed as well.
+    pub(super) fn write(&mut self, text: &[u8]) {
+        if let Self::Wanted(directory) = self
+            && !text.is_empty()
+        {
+            *self = match make(directory).and_then(|()| create(&open_directory(directory)?)) {
+                Ok(file) => Self::Open(file),
+                Err(_) => Self::Off,
+            };
+        }
+        if let Self::Open(file) = self {
+            let _ = write(file, text);
+        }
+    }
+}
+
+/// Creates a directory and its missing parents.
+fn make(directory: &Path) -> io::Result<()> {
+    let create = || rustix::fs::mkdir(directory, Mode::RWXU);
+    match (create(), directory.parent()) {
+        (Err(Errno::NOENT), Some(parent)) => {
+            make(parent)?;
+            Ok(create()?)
+        }
+        (Ok(()) | Err(Errno::EXIST), _) => Ok(()),
+        (Err(error), _) => Err(error.into()),
+    }
 }
 
 /// Creates a journal, which is locked until this program ends: nothing else is swept.

@@ -153,7 +153,7 @@ fn nothing_is_held_if_the_journal_cannot_be_written() {
         .open("/dev/full")
         .unwrap();
     let mut table = PlaceholderTable::default();
-    table.journals.push(full.into());
+    table.journal = Some(full.into());
     let error = table.hold(&path).unwrap_err();
     assert_eq!(Errno::from_io_error(&error), Some(Errno::NOSPC));
     assert!(!exists(&path));
