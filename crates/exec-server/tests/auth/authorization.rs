@@ -515,3 +515,165 @@ async fn file_changes_are_in_the_audit_log() {
     assert_eq!(written, expected);
     drop(fixture.files);
 }
+
+/// Kind of the paths in a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum PathClass {
+    /// Below the tree.
+    Ordinary,
+    /// The file of a token.
+    OfServer,
+    /// Nothing is there.
+    Missing,
+}
+
+/// Whose session a request names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum NamedSession {
+    /// None: that of the connection.
+    Own,
+    /// That of the token `all`, which owns the process.
+    Owners,
+}
+
+/// One request of the table of all of them.
+#[derive(Debug, Clone, Copy)]
+struct Cell<'a> {
+    method: MethodId,
+    /// `None` for the token of all scopes, which is the owner's.
+    scope: Option<Scope>,
+    paths: PathClass,
+    session: NamedSession,
+    answer: &'a Result<Value, ErrorReply>,
+}
+
+impl Cell<'_> {
+    fn is_allowed(&self) -> bool {
+        let needed = match self.method {
+            // The sample only reads.
+            MethodId::FsOpen => &[Scope::FsRead],
+            _ => self.method.row().scopes,
+        };
+        self.scope.is_none_or(|scope| {
+            needed.is_empty()
+                || needed.contains(&scope)
+                || (needed == [Scope::Observe] && scope == Scope::Exec)
+        })
+    }
+
+    fn check(&self) {
+        let name = self.method.row().name;
+        assert_eq!(!is_denied(name, self.answer), self.is_allowed(), "{self:?}");
+        let text = match self.answer {
+            Ok(answer) => answer.to_string(),
+            Err(failure) => failure.message.clone(),
+        };
+        // The text of the token, plain and in base64.
+        assert!(
+            !text.contains("all-token") && !text.contains("YWxsLXRva2Vu"),
+            "{self:?}"
+        );
+        if !self.is_allowed() {
+            return;
+        }
+        if self.paths == PathClass::OfServer {
+            let is_empty = match self.method {
+                MethodId::FsWalk => text.contains("\"entries\":[]"),
+                // They only report that something appears, or what can be read.
+                MethodId::FsWatchMissing | MethodId::CapabilityDiscoverV1 => true,
+                MethodId::FsReadDirectory => text.contains("Not a directory"),
+                _ => text.contains("out of reach"),
+            };
+            // Handles and watches are named by an id, not by a path.
+            assert!(is_empty || !takes_path(self.method), "{self:?}");
+        }
+        let names_process = matches!(
+            self.method,
+            MethodId::ProcessRead
+                | MethodId::ProcessWrite
+                | MethodId::ProcessSignal
+                | MethodId::ProcessTerminate
+                | MethodId::ProcessWaitFor
+                | MethodId::ProcessWait
+                | MethodId::ProcessSnapshot
+                | MethodId::ProcessResize
+                | MethodId::ProcessCloseStdin
+                | MethodId::ProcessPauseOutput
+        );
+        if names_process && self.session == NamedSession::Own {
+            let ignores_unknown = matches!(
+                self.method,
+                MethodId::ProcessTerminate | MethodId::ProcessWrite | MethodId::ProcessCloseStdin
+            );
+            let is_unknown = text.contains("unknown process id") || ignores_unknown;
+            assert!(is_unknown, "another session's process: {self:?}");
+        }
+    }
+}
+
+fn takes_path(method: MethodId) -> bool {
+    method.row().family == Some("filesystem")
+        && !matches!(
+            method,
+            MethodId::FsClose
+                | MethodId::FsReadBlock
+                | MethodId::FsWriteBlock
+                | MethodId::FsUnwatch
+        )
+}
+
+/// Method, scope, principal, owner of the session and kind of path decide together.
+#[tokio::test]
+async fn every_cell_of_method_scope_session_and_path_is_as_the_rules_say() {
+    let mut cells = 0;
+    for scope in Scope::ALL.map(Some).into_iter().chain([None]) {
+        let fixture = Fixture::new(&[]).await;
+        let token = fixture.files.path("all");
+        for &method in MethodId::ALL {
+            if matches!(method, MethodId::Initialize | MethodId::SessionEnd) {
+                continue;
+            }
+            for paths in [PathClass::Ordinary, PathClass::OfServer, PathClass::Missing] {
+                let file = |name: &str| {
+                    let path = match paths {
+                        PathClass::Ordinary => fixture.tree.join(name),
+                        PathClass::OfServer => token.clone(),
+                        PathClass::Missing => fixture.tree.join("no").join(name),
+                    };
+                    json!(format!("file://{}", text_of(&path).trim_end_matches('/')))
+                };
+                // A process may touch any file of its user.
+                let is_exec = method.row().scopes.contains(&Scope::Exec);
+                if is_exec && paths != PathClass::Ordinary {
+                    continue;
+                }
+                for session in [NamedSession::Own, NamedSession::Owners] {
+                    let mut params = object(&sample(method, &file, &fixture.owner.session_id()));
+                    let named = params.as_object_mut().unwrap().remove("sessionId");
+                    match (session, named) {
+                        (NamedSession::Owners, Some(id)) => params["sessionId"] = id,
+                        (NamedSession::Owners, None) => continue,
+                        (NamedSession::Own, _) => {}
+                    }
+                    let mut client = match scope {
+                        Some(scope) => fixture.session(scope).await,
+                        None => session_with(fixture.server.url(), "all-token").await,
+                    };
+                    let answer = client.call(method.row().name, params).await;
+                    let answer = &answer;
+                    let cell = Cell {
+                        method,
+                        scope,
+                        paths,
+                        session,
+                        answer,
+                    };
+                    cell.check();
+                    cells += 1;
+                }
+            }
+        }
+        assert_eq!(std::fs::read(&token).unwrap(), b"all-token");
+    }
+    assert!(cells > 300, "{cells}");
+}

@@ -241,6 +241,14 @@ async fn files_of_the_server_are_out_of_reach_of_every_method_and_token() {
                             assert_eq!(walked["entries"], json!([]), "{what}");
                             continue;
                         }
+                        // The guardian has closed its streams, so this name does not exist.
+                        Ok(read)
+                            if method == MethodId::EnvironmentConfigRead
+                                && alias.ends_with("/fd/0") =>
+                        {
+                            assert_eq!(read["config"]["layers"], json!([]), "{what}");
+                            continue;
+                        }
                         // What cannot be read has no capabilities.
                         Ok(found) if method == MethodId::CapabilityDiscoverV1 => {
                             assert!(!found.to_string().contains(SECRET), "{what}: {found}");

@@ -11,13 +11,15 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use exec_server_testkit::proc;
+use exec_server_testkit::wire::bytes;
 use serde_json::{Value, json};
 
-use crate::{SandboxFixture, ServerUser, entry, for_both, policy, special};
+use crate::managed::{managed, proxy};
+use crate::{SandboxFixture, ServerUser, entry, for_both, generated_entries, policy, special};
 
 for_both! {
     random_sequences_change_and_read_nothing_that_their_policies_forbid,
@@ -31,6 +33,9 @@ const OUTSIDE: &str = "OUTSIDE-CONTENT";
 
 /// Variable of the server's environment; see `SandboxFixture`.
 const SERVER_SECRET: &str = "only for the server";
+
+/// Content of the server's own files.
+const SERVER_FILE: &str = "SERVER-FILE-CONTENT";
 
 /// Duration if the environment does not set one: enough for a few hundred sequences.
 const DEFAULT_SECONDS: u64 = 6;
@@ -65,14 +70,66 @@ enum Policy {
     ReadOnly,
     /// Makes `.git/objects` writable.
     Objects,
+    /// Grants and denies random paths of the workspace, besides the common entries.
+    Generated(u64),
 }
 
-const POLICIES: [Policy; 4] = [
-    Policy::Workspace,
-    Policy::Minimal,
-    Policy::ReadOnly,
-    Policy::Objects,
-];
+/// The network of a command.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum CommandNetwork {
+    None,
+    /// A managed one that denies every host.
+    Managed,
+    /// That of the machine.
+    Enabled,
+}
+
+impl CommandNetwork {
+    fn random(random: &mut Random) -> Self {
+        match random.below(6) {
+            0 => Self::Enabled,
+            1 => Self::Managed,
+            _ => Self::None,
+        }
+    }
+}
+
+/// Sockets outside that no command without a network may reach.
+struct HostSockets {
+    port: u16,
+    reached: Arc<AtomicUsize>,
+}
+
+impl HostSockets {
+    /// Listens on a port, and on a unix socket that everybody may use.
+    fn listen(path: &Path) -> Self {
+        let reached = Arc::new(AtomicUsize::new(0));
+        let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = tcp.local_addr().unwrap().port();
+        let unix = std::os::unix::net::UnixListener::bind(path).unwrap();
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o777)).unwrap();
+        // The threads end with the process of the test.
+        let count = Arc::clone(&reached);
+        std::thread::spawn(move || {
+            for accepted in tcp.incoming().flatten() {
+                count.fetch_add(1, Ordering::Relaxed);
+                drop(accepted);
+            }
+        });
+        let count = Arc::clone(&reached);
+        std::thread::spawn(move || {
+            for accepted in unix.incoming().flatten() {
+                count.fetch_add(1, Ordering::Relaxed);
+                drop(accepted);
+            }
+        });
+        Self { port, reached }
+    }
+
+    fn reached(&self) -> usize {
+        self.reached.load(Ordering::Relaxed)
+    }
+}
 
 /// Types that `.git` has before a sequence.
 const REPOSITORIES: [&str; 4] = ["missing", "directory", "file", "link"];
@@ -80,10 +137,20 @@ const REPOSITORIES: [&str; 4] = ["missing", "directory", "file", "link"];
 struct Tree {
     root: PathBuf,
     repository: &'static str,
+    /// The directory with the server's own files.
+    server: PathBuf,
+    /// A unix socket and a port outside.
+    socket: PathBuf,
+    port: u16,
 }
 
 impl Tree {
-    fn make(fixture: &SandboxFixture, number: usize, random: &mut Random) -> Self {
+    fn make(
+        fixture: &SandboxFixture,
+        sockets: &HostSockets,
+        number: usize,
+        random: &mut Random,
+    ) -> Self {
         let root = format!("s{number}");
         let name = |below: &str| format!("{root}/{below}");
         fixture.make(&root);
@@ -130,10 +197,13 @@ impl Tree {
         Self {
             root: fixture.path(&root),
             repository,
+            server: fixture.path("server"),
+            socket: fixture.path("socket"),
+            port: sockets.port,
         }
     }
 
-    fn policy(&self, which: Policy) -> Value {
+    fn policy(&self, which: Policy, network: CommandNetwork) -> Value {
         let work = self.root.join("work");
         let mut entries = match which {
             Policy::Minimal => vec![special("minimal", "read"), entry(&work, "write")],
@@ -143,6 +213,14 @@ impl Tree {
                 special("project_roots", "write"),
                 special("slash_tmp", "write"),
             ],
+            Policy::Generated(seed) => {
+                let mut random = Random(seed | 1);
+                let names = ["", "src", "src/new", "docs", "file", "new", "link"];
+                let paths = names.map(|name| work.join(name));
+                let mut entries = vec![special("root", "read")];
+                entries.extend(generated_entries(&mut |count| random.below(count), &paths));
+                entries
+            }
         };
         if which == Policy::Objects {
             entries.push(entry(&work.join(".git/objects"), "write"));
@@ -150,7 +228,11 @@ impl Tree {
         entries.push(entry(&work.join("vault"), "deny"));
         entries.push(json!({"access": "deny", "path": {"type": "glob_pattern",
             "pattern": format!("{}/**/*.env", work.display())}}));
-        let mut sandbox = policy(entries, "restricted");
+        let network = match network {
+            CommandNetwork::Enabled => "enabled",
+            CommandNetwork::None | CommandNetwork::Managed => "restricted",
+        };
+        let mut sandbox = policy(entries, network);
         let uri = format!("file://{}", work.display());
         sandbox["workspaceRoots"] = json!([uri]);
         sandbox["cwd"] = json!(uri);
@@ -211,9 +293,19 @@ impl Tree {
             "src/../vault/secret",
             "./src/./b.env",
             "//$WORK/vault",
+            "$SERVER/token",
+            "$SERVER/settings.toml",
+            "$SERVER/state/executor.identity",
+            "$SERVER/state",
+            "$SOCKET",
+            "/proc/self/environ",
+            "/proc/1/environ",
+            "/proc/self/mem",
         ]);
         let text = |path: PathBuf| path.display().to_string();
-        path.replace("$OUT", &text(self.root.join("out")))
+        path.replace("$SERVER", &text(self.server.clone()))
+            .replace("$SOCKET", &text(self.socket.clone()))
+            .replace("$OUT", &text(self.root.join("out")))
             .replace("$WORK", &text(self.root.join("work")))
             .replace("$NAME", &text(self.root.clone()).replace('/', "_"))
     }
@@ -268,8 +360,18 @@ impl Tree {
             "readlink -f @P",
             "mv @P @P.bak",
             "install -m @M @P @Q",
+            "curl -s -m 1 --noproxy '*' http://127.0.0.1:@N/",
+            "curl -s -m 1 http://127.0.0.1:@N/",
+            "curl -s -m 1 --unix-socket $SOCKET http://x/",
+            "setsid sh -c 'sleep 0.05; curl -s -m 1 --unix-socket $SOCKET http://x/' &",
+            "ln $SERVER/token @P",
+            "ln -s $SERVER/token @P",
+            "cat $SERVER/token $SERVER/settings.toml",
         ]);
-        line.replace("$OUT", &self.root.join("out").display().to_string())
+        line.replace("$SERVER", &self.server.display().to_string())
+            .replace("$SOCKET", &self.socket.display().to_string())
+            .replace("@N", &self.port.to_string())
+            .replace("$OUT", &self.root.join("out").display().to_string())
             .replace("@M", mode)
             .replace("@P", &one)
             .replace("@Q", &two)
@@ -296,7 +398,21 @@ impl Tree {
         };
         let (one, two) = (uri(self.path(random)), uri(self.path(random)));
         let follow = random.below(2) == 0;
-        match random.below(13) {
+        match random.below(18) {
+            13 => ("fs/hash", json!({"path": one})),
+            14 => ("fs/canonicalize", json!({"path": one})),
+            15 => (
+                "fs/open",
+                json!({"path": one, "handleId": "h", "mode": "read"}),
+            ),
+            16 => (
+                "fs/watch",
+                json!({"path": one, "watchId": "w", "recursive": follow}),
+            ),
+            17 => (
+                "capabilityRoots/discoverV1",
+                json!({"roots": [{"id": "r", "path": one}]}),
+            ),
             0 => ("fs/readFile", json!({"path": one})),
             1 => (
                 "fs/writeFile",
@@ -395,7 +511,7 @@ fn fixed(tree: &Tree, objects: bool) -> BTreeMap<PathBuf, String> {
 
 /// Searches a response for content that it must not contain.
 fn leaks(text: &str, hides_outside: bool) -> Option<&'static str> {
-    [DENIED, SERVER_SECRET]
+    [DENIED, SERVER_SECRET, SERVER_FILE]
         .into_iter()
         .chain(hides_outside.then_some(OUTSIDE))
         .find(|content| text.contains(content))
@@ -458,13 +574,16 @@ async fn random_sequences_change_and_read_nothing_that_their_policies_forbid(use
         || u64::try_from(fresh.as_nanos() % u128::from(u64::MAX)).unwrap() | 1,
         |text| text.parse().unwrap(),
     );
-    let mut fixture = SandboxFixture::new(user).await;
-    let marker = proc::marker();
+    let mut fixture = SandboxFixture::with_options(user, server_files).await;
+    for name in ["server", "server/state"] {
+        fixture.own(&fixture.path(name));
+    }
+    let sockets = HostSockets::listen(&fixture.path("socket"));
     let end = Instant::now() + seconds();
     let mut seed = first;
     let mut count = 0;
     while Instant::now() < end || count == 0 {
-        let log = sequence(&mut fixture, count, seed, &marker).await;
+        let log = sequence(&mut fixture, &sockets, count, seed).await;
         if let Err((what, log)) = log {
             panic!("EXEC_SERVER_ATTACK_SEED={seed}, sequence {count}: {what}\n{log}");
         }
@@ -474,27 +593,56 @@ async fn random_sequences_change_and_read_nothing_that_their_policies_forbid(use
             break;
         }
     }
-    proc::all_gone(&marker).await;
     eprintln!("{count} sequences from seed {first} as {user:?}");
+}
+
+/// Creates files of the server with secrets; returns the options that name them.
+fn server_files(directory: &Path) -> Vec<String> {
+    let path = |name: &str| directory.join("server").join(name);
+    std::fs::create_dir_all(path("state")).unwrap();
+    let token = path("token").display().to_string();
+    let settings = format!("audit.redact = [\"{SERVER_FILE}\"]\nremote.token_file = \"{token}\"\n");
+    for (name, content) in [
+        ("token", SERVER_FILE),
+        ("settings.toml", &settings),
+        ("state/executor.identity", "identity"),
+    ] {
+        let path = path(name);
+        std::fs::write(&path, content).unwrap();
+        // Only the policy and the server's own rules keep others from reading it.
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
+    }
+    vec![
+        "--config".to_owned(),
+        path("settings.toml").display().to_string(),
+    ]
 }
 
 /// Runs one sequence; returns what it must not have done, and its steps.
 async fn sequence(
     fixture: &mut SandboxFixture,
+    sockets: &HostSockets,
     number: usize,
     seed: u64,
-    marker: &str,
 ) -> Result<(), (String, String)> {
     let mut random = Random(seed);
-    let tree = Tree::make(fixture, number, &mut random);
+    let marker = proc::marker();
+    let tree = Tree::make(fixture, sockets, number, &mut random);
+    let mut may_reach = false;
+    let reached = sockets.reached();
     let work = tree.root.join("work");
     let objects = random.below(4) == 0 && tree.repository == "directory";
     // Under the other policies, a command may read files outside and copy them into the workspace.
     let minimal = random.below(4) == 0;
     let policies: &[Policy] = match (minimal, objects) {
         (true, _) => &[Policy::Minimal],
-        (false, true) => &POLICIES,
-        (false, false) => &POLICIES[..3],
+        (false, true) => &[
+            Policy::Workspace,
+            Policy::Minimal,
+            Policy::ReadOnly,
+            Policy::Objects,
+        ],
+        (false, false) => &[Policy::Workspace, Policy::Minimal, Policy::ReadOnly],
     };
     let before = fixed(&tree, objects);
     let missing: Vec<_> = PROTECTED
@@ -503,8 +651,13 @@ async fn sequence(
         .collect();
     let mut log = format!("repository: {}\n", tree.repository);
     for _ in 0..2 + random.below(5) {
-        let which = policies[random.below(policies.len())];
-        let sandbox = tree.policy(which);
+        let which = match random.below(3) {
+            0 if !minimal => Policy::Generated(random.next()),
+            _ => policies[random.below(policies.len())],
+        };
+        let network = CommandNetwork::random(&mut random);
+        may_reach |= network == CommandNetwork::Enabled;
+        let sandbox = tree.policy(which, network);
         let renames = (random.below(4) == 0).then(|| HostRenames::begin(&work));
         match random.below(8) {
             0..=3 => {
@@ -512,12 +665,16 @@ async fn sequence(
                 let mut ids = Vec::new();
                 for _ in 0..1 + random.below(2) {
                     let script = tree.script(&mut random);
-                    let _ = writeln!(log, "{which:?}, renames {}:\n{script}", renames.is_some());
-                    let start = fixture
+                    let renamed = renames.is_some();
+                    let _ = writeln!(log, "{which:?}, {network:?}, renames {renamed}:\n{script}");
+                    let mut start = fixture
                         .start_of(&sandbox, &["/bin/sh", "-c", &script])
                         .with("cwd", format!("file://{}", work.display()))
                         .with("timeoutMs", 500)
-                        .marked(marker);
+                        .marked(&marker);
+                    if network == CommandNetwork::Managed {
+                        start = managed(start, proxy(json!({}), json!({})));
+                    }
                     let id = start.0["processId"].as_str().unwrap().to_owned();
                     // A refused start counts as a refused access.
                     match fixture.client.call("process/start", start.0).await {
@@ -534,16 +691,54 @@ async fn sequence(
                         return Err((format!("a command printed {content}"), log));
                     }
                 }
+                let alive = proc::bearers(&marker);
+                if !alive.is_empty() {
+                    return Err((
+                        format!("{alive:?} are alive after the end of all commands"),
+                        log,
+                    ));
+                }
             }
             4..=6 => {
                 let (method, mut params) = tree.request(&mut random);
                 let _ = writeln!(log, "{which:?}: {method} {params}");
-                params["sandbox"] = sandbox;
-                if let Ok(answer) = fixture.client.call(method, params).await {
+                if method == "capabilityRoots/discoverV1" {
+                    params["roots"][0]["sandbox"] = sandbox;
+                } else {
+                    params["sandbox"] = sandbox;
+                }
+                let mut whole = BTreeMap::new();
+                snapshot(&tree.root, &mut whole);
+                let answer = fixture.client.call(method, params).await;
+                if let Err(refusal) = &answer {
+                    let _ = writeln!(log, "refused: {}", refusal.message);
+                    let mut left = BTreeMap::new();
+                    snapshot(&tree.root, &mut left);
+                    // A removal that fails in the middle of a tree has removed a part of it.
+                    let is_whole = method != "fs/remove" && method != "fs/copy";
+                    if renames.is_none() && is_whole && left != whole {
+                        return Err((format!("refused {method} has changed the tree"), log));
+                    }
+                }
+                if let Ok(answer) = answer {
                     if let Some(content) = leaks(&decoded(&answer), minimal) {
                         return Err((format!("{method} returned {content}"), log));
                     }
+                    if method == "fs/watch" {
+                        let _ = fixture
+                            .client
+                            .call("fs/unwatch", json!({"watchId": "w"}))
+                            .await;
+                    }
                     if method == "fs/open" {
+                        let read = json!({"handleId": "h", "offset": 0, "len": 1000});
+                        if let Ok(block) = fixture.client.call("fs/readBlock", read).await {
+                            let text =
+                                String::from_utf8_lossy(&bytes(&block["chunk"])).into_owned();
+                            if let Some(content) = leaks(&text, minimal) {
+                                return Err((format!("an open file contains {content}"), log));
+                            }
+                        }
                         let close = json!({"handleId": "h", "commit": true});
                         let _ = fixture.client.call("fs/close", close).await;
                     }
@@ -560,6 +755,9 @@ async fn sequence(
             }
         }
         drop(renames);
+        if !may_reach && sockets.reached() != reached {
+            return Err(("a socket outside was reached".to_owned(), log));
+        }
         let after = fixed(&tree, objects);
         if after != before {
             let changed = |(path, text): (&PathBuf, &String)| {

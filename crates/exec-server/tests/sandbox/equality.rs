@@ -6,7 +6,7 @@ use std::path::Path;
 use exec_server_testkit::wire::{StartBuilder, bytes};
 use serde_json::{Value, json};
 
-use crate::{SandboxFixture, ServerUser, entry, for_both, policy, special};
+use crate::{SandboxFixture, ServerUser, entry, for_both, generated_entries, policy, special};
 
 for_both! {
     file_requests_reach_the_same_files_as_commands,
@@ -48,19 +48,16 @@ impl SandboxFixture {
             special("root", "read")
         };
         let mut entries = vec![root];
-        for name in [
+        let paths = [
             "work",
             "work/sub",
             "work/sub/deep",
             "work/file",
             "other",
             "other/secret",
-        ] {
-            if choices.coin() {
-                let access = ["read", "write", "deny"][choices.below(3)];
-                entries.push(entry(&self.path(name), access));
-            }
-        }
+        ]
+        .map(|name| self.path(name));
+        entries.extend(generated_entries(&mut |count| choices.below(count), &paths));
         for (path, access) in [
             ("/proc", "deny"),
             ("/sys", "deny"),

@@ -17,6 +17,7 @@ mod attacker;
 mod attacks;
 mod equality;
 mod files;
+mod leftovers;
 mod managed;
 mod network;
 mod own_server;
@@ -61,9 +62,15 @@ struct CommandOutcome {
 
 impl SandboxFixture {
     async fn new(user: ServerUser) -> Self {
+        Self::with_options(user, |_| Vec::new()).await
+    }
+
+    /// As [`SandboxFixture::new`], with options of the server that depend on the directory.
+    async fn with_options(user: ServerUser, options: impl FnOnce(&Path) -> Vec<String>) -> Self {
         let directory = Self::persistent_directory();
+        let options = options(directory.path());
         let built = Path::new(env!("CARGO_BIN_EXE_exec-server"));
-        let command = if user == ServerUser::Ordinary && is_root() {
+        let mut command = if user == ServerUser::Ordinary && is_root() {
             // The build directory may be unreadable for the other user.
             let program = directory.path().join("exec-server");
             std::fs::hard_link(built, &program)
@@ -79,6 +86,7 @@ impl SandboxFixture {
         } else {
             Command::new(built)
         };
+        command.args(options);
         Self::at(user, directory, command).await
     }
 
@@ -243,6 +251,18 @@ fn special(kind: &str, access: &str) -> Value {
 fn entry(path: &Path, access: &str) -> Value {
     let uri = format!("file://{}", path.display());
     json!({"path": {"type": "path", "path": uri}, "access": access})
+}
+
+/// Entries that grant or deny random ones of these paths; `below` returns a random number below its
+/// argument.
+fn generated_entries(below: &mut dyn FnMut(usize) -> usize, paths: &[PathBuf]) -> Vec<Value> {
+    let mut entries = Vec::new();
+    for path in paths {
+        if below(2) == 0 {
+            entries.push(entry(path, ["read", "write", "deny"][below(3)]));
+        }
+    }
+    entries
 }
 
 /// Makes each function a test for both users.
