@@ -31,7 +31,7 @@ fn architecture_names_existing_crates_and_tests() {
     assert_eq!(unique, exist);
     assert_eq!(listed.len(), exist.len(), "a crate is listed twice");
 
-    let named = tests_in(section(&page, "## Invariants"));
+    let named = code_in_column(section(&page, "## Invariants"), 1);
     assert!(named.len() > 10, "{named:?}");
     let mut sources = String::new();
     read(&root.join("crates"), &mut sources);
@@ -43,16 +43,16 @@ fn architecture_names_existing_crates_and_tests() {
 }
 
 /// The text from a heading to the next one of its level.
-fn section<'a>(page: &'a str, heading: &str) -> &'a str {
+pub(crate) fn section<'a>(page: &'a str, heading: &str) -> &'a str {
     let (_, rest) = page.split_once(heading).expect(heading);
     rest.split("\n## ").next().unwrap_or(rest)
 }
 
-/// Code in the second column of a table that could be the name of a test.
-fn tests_in(table: &str) -> BTreeSet<String> {
+/// Code in a column of a table that could be the name of a test; the first column is 0.
+pub(crate) fn code_in_column(table: &str, column: usize) -> BTreeSet<String> {
     table
         .lines()
-        .filter_map(|line| line.strip_prefix("| ")?.split(" | ").nth(1))
+        .filter_map(|line| line.strip_prefix("| ")?.split(" | ").nth(column))
         .flat_map(|column| column.split('`').skip(1).step_by(2))
         .filter(|code| {
             code.contains('_')
@@ -65,7 +65,7 @@ fn tests_in(table: &str) -> BTreeSet<String> {
 }
 
 /// Appends every Rust file below a directory.
-fn read(directory: &Path, sources: &mut String) {
+pub(crate) fn read(directory: &Path, sources: &mut String) {
     let entries = fs::read_dir(directory).expect("directory");
     let mut paths: Vec<PathBuf> = entries.map(|entry| entry.expect("entry").path()).collect();
     paths.sort();
