@@ -133,7 +133,7 @@ struct OutputPattern {
 }
 
 impl Conditions {
-    /// As [`Conditions::compile`], with expressions on a thread of their own: a large one takes
+    /// As [`Conditions::compile`], on a blocking thread if there are expressions: a large one takes
     /// milliseconds.
     ///
     /// # Errors
@@ -274,7 +274,7 @@ struct WaitProgress<'a> {
     watch: Option<OutputWatch>,
     /// The search; `None` while a blocking thread uses it.
     search: Option<OutputSearch>,
-    /// Limits the searches of the client that run at once.
+    /// Limits the concurrent searches of the client.
     slots: SlotShare,
     /// Sequence number of the last searched entry.
     cursor: u64,

@@ -80,7 +80,7 @@ static TABLE: Mutex<PatternTable> = Mutex::new(PatternTable {
 });
 
 impl PatternUse {
-    /// Uses an expression for an owner; `compile` is called if nobody uses it yet.
+    /// Uses an expression for an owner; `compile` is called if it is not in use yet.
     pub(crate) fn new<E>(
         owner: &Arc<str>,
         text: &str,

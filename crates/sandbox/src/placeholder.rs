@@ -127,7 +127,7 @@ impl PlaceholderTable {
         if directory.names.is_empty() {
             self.directories.remove(above);
         }
-        // A journal that lists too much makes its reader look at a path in vain.
+        // A journal that lists too many paths does no harm: the reader removes placeholders only.
         let _ = self.record();
         is_done
     }

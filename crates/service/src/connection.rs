@@ -61,7 +61,7 @@ pub(crate) struct Connection {
     pub(crate) streams: bool,
     /// The authenticated client.
     pub(crate) identity: ClientIdentity,
-    /// Whom its resources count for: the client's name or address.
+    /// The principal whose share its resources use: the client's name or address.
     pub(crate) principal: Arc<str>,
     /// Whether other principals share the server's resources with it.
     pub(crate) shares: bool,

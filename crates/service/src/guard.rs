@@ -74,7 +74,7 @@ pub(crate) struct AdmittedConnection {
 }
 
 impl AdmittedConnection {
-    /// Whom the resources of the connection count for: the client's name or, without one, its
+    /// The principal whose share the connection uses: the client's name or, without one, its
     /// address. `None` if all clients of this machine are one: they share with no other.
     pub(crate) fn principal(&self) -> Option<Arc<str>> {
         if self.identity.proof != AuthMethod::None {

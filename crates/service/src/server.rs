@@ -460,7 +460,7 @@ impl ExecServer {
     }
 
     /// Checks that the principal of a session has not used its share of processes and retained
-    /// output. Only looked at once half of a resource is used: before that, nobody exceeds it.
+    /// output. Computed only if half of a resource is in use: below that, no principal exceeds its share.
     fn is_within_share(&self, session: &Session) -> Result<(), ApiError> {
         let Some(principal) = session.principal() else {
             return Ok(());

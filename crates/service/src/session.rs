@@ -39,7 +39,7 @@ pub(crate) struct Session {
     pub(crate) id: String,
     /// The identity that opened the session; only the same identity can resume it.
     owner: ClientIdentity,
-    /// Whom it counts for; `None` if the server has one client only.
+    /// The principal whose share it uses; `None` if the server has one client only.
     principal: Option<Arc<str>>,
     state: Mutex<SessionState>,
     table: Mutex<ProcessRecords>,
@@ -77,7 +77,7 @@ pub(crate) struct SessionDriver {
     pub(crate) server_requests: Arc<ServerRequests>,
     /// The authenticated client.
     pub(crate) identity: ClientIdentity,
-    /// Whom the session counts for; `None` if there is no other client.
+    /// The principal whose share the session uses; `None` if there is no other client.
     pub(crate) principal: Option<Arc<str>>,
 }
 
@@ -249,7 +249,7 @@ impl Session {
         self.state.lock().driver.clone()
     }
 
-    /// Whom the session counts for; `None` if the server has one client only.
+    /// The principal whose share the session uses; `None` if the server has one client only.
     pub(crate) fn principal(&self) -> Option<&Arc<str>> {
         self.principal.as_ref()
     }

@@ -16,7 +16,7 @@ pub(crate) fn of(limit: usize) -> usize {
     limit.div_ceil(2)
 }
 
-/// Makes room for a session of a principal; returns the session to evict, if there is none.
+/// Checks whether a principal may open a session; returns the session to evict for it, if any.
 ///
 /// Above its share, a principal loses the session that waits for its client for the longest time and
 /// has no live process. If all sessions are in use, the principal with most of them does.
@@ -34,7 +34,7 @@ pub(crate) fn make_room(
         };
     };
     let share = of(limit);
-    // Before half of the sessions are in use, nobody can exceed a share.
+    // With fewer sessions in use than a share, no principal exceeds its share.
     if sessions.len() < share {
         return Ok(None);
     }

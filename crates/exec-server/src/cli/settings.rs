@@ -430,7 +430,9 @@ impl Settings {
         } else {
             let path = variable("PATH")?;
             let found = std::env::split_paths(&path).map(|directory| directory.join(name));
-            found.into_iter().find(|program| program.is_file())?
+            found
+                .into_iter()
+                .find(|program| fs::canonicalize(program).is_ok())?
         };
         let is_of_system = SYSTEM
             .iter()

@@ -523,7 +523,7 @@ enum PathClass {
     Ordinary,
     /// The file of a token.
     OfServer,
-    /// Nothing is there.
+    /// A missing file.
     Missing,
 }
 

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use exec_server_testkit::proc::{self, PATIENCE};
+use exec_server_testkit::proc::{self, TIMEOUT};
 use exec_server_testkit::server::ServerProcess;
 use exec_server_testkit::wire::{StartBuilder, WireClient};
 use serde_json::{Value, json};
@@ -36,7 +36,7 @@ async fn opened_soon(url: &str, token: &str) -> WireClient {
             }
         }
     };
-    timeout(PATIENCE, open).await.expect("room for a session")
+    timeout(TIMEOUT, open).await.expect("room for a session")
 }
 
 async fn opened(url: &str, token: &str) -> Result<WireClient, String> {
@@ -71,7 +71,7 @@ async fn sessions_of_one_client_leave_room_for_others() {
             assert!(refused.message.contains("already attached"), "{refused}");
         }
     };
-    timeout(PATIENCE, resumed).await.unwrap();
+    timeout(TIMEOUT, resumed).await.unwrap();
     // Sessions that are in use are not.
     let mut used = vec![returning];
     let refused = loop {
@@ -142,7 +142,7 @@ async fn processes_and_output_of_one_client_leave_room_for_others() {
         greedy[0].pulls(&id);
         greedy[0].start(fill).await;
     }
-    let refused = timeout(PATIENCE, async {
+    let refused = timeout(TIMEOUT, async {
         let mut attempt = 0;
         loop {
             attempt += 1;

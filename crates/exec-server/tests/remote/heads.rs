@@ -1,6 +1,6 @@
 //! Heads of requests that could be understood in two ways, at every listener of the program.
 
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::TIMEOUT;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -12,7 +12,7 @@ async fn exchange(address: &str, request: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(request.as_bytes()).await.unwrap();
     let mut answer = String::new();
-    let read = timeout(PATIENCE, stream.read_to_string(&mut answer)).await;
+    let read = timeout(TIMEOUT, stream.read_to_string(&mut answer)).await;
     read.expect("the listener to answer and close").unwrap();
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_default();
     let status = head

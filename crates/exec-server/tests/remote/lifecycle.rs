@@ -423,7 +423,7 @@ async fn sandboxed_process_cannot_use_the_lifecycle_listener_of_its_server() {
         }
         let start = serde_json::from_value(start).unwrap();
         let process = client.start(start).await.unwrap().process;
-        let output = timeout(PATIENCE, process.output(Default::default())).await;
+        let output = timeout(TIMEOUT, process.output(Default::default())).await;
         let output = output.unwrap().unwrap();
         assert_eq!(String::from_utf8_lossy(&output.stdout), expected, "{id}");
     }

@@ -101,7 +101,7 @@ struct HostSockets {
 }
 
 impl HostSockets {
-    /// Listens on a port, and on a unix socket that everybody may use.
+    /// Listens on a port, and on a unix socket that every user may use.
     fn listen(path: &Path) -> Self {
         let reached = Arc::new(AtomicUsize::new(0));
         let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

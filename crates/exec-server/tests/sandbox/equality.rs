@@ -32,10 +32,6 @@ impl Choices {
     fn below(&mut self, count: usize) -> usize {
         (self.next() % count as u64) as usize
     }
-
-    fn coin(&mut self) -> bool {
-        self.below(2) == 0
-    }
 }
 
 impl SandboxFixture {

@@ -47,7 +47,7 @@ async fn placeholders_of_a_server_killed_with_its_guardian_are_removed_by_the_ne
         kill_process(pid, Signal::KILL).unwrap();
     }
     proc::eventually("the end of the server and its commands", || {
-        // A process that nobody has reaped has no command line any more.
+        // A zombie has no command line.
         let runs = |pid: &&i32| {
             std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| !line.is_empty())
         };

@@ -97,7 +97,7 @@ fn make(directory: &Path) -> io::Result<()> {
 
 /// Creates a journal, which is locked until this program ends: nothing else is swept.
 fn create(directory: &OwnedFd) -> io::Result<OwnedFd> {
-    /// Number of attempts: another program may use the name, in a PID namespace of its own.
+    /// Number of attempts: a program in another PID namespace may use the name.
     const ATTEMPTS: usize = 100;
     let flags = OFlags::CREATE | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     for attempt in 0..ATTEMPTS {
