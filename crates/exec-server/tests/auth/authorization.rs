@@ -603,7 +603,10 @@ impl Cell<'_> {
         if names_process && self.session == NamedSession::Own {
             let ignores_unknown = matches!(
                 self.method,
-                MethodId::ProcessTerminate | MethodId::ProcessWrite | MethodId::ProcessCloseStdin
+                MethodId::ProcessTerminate
+                    | MethodId::ProcessWrite
+                    | MethodId::ProcessCloseStdin
+                    | MethodId::ProcessSignal
             );
             let is_unknown = text.contains("unknown process id") || ignores_unknown;
             assert!(is_unknown, "another session's process: {self:?}");

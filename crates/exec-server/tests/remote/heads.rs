@@ -1,6 +1,6 @@
 //! Heads of requests that could be understood in two ways, at every listener of the program.
 
-use exec_server_testkit::proc::TIMEOUT;
+use exec_server_testkit::proc::{self, TIMEOUT};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -22,14 +22,16 @@ async fn exchange(address: &str, request: &str) -> (u16, String) {
     (status.unwrap_or(0), body.to_owned())
 }
 
-fn after(text: &str, prefix: &str) -> String {
-    let line = text.lines().find_map(|line| line.strip_prefix(prefix));
-    let line = line.unwrap_or_else(|| panic!("no {prefix:?} in {text}"));
-    line.trim_start_matches("http://")
-        .split('/')
-        .next()
-        .unwrap()
-        .to_owned()
+/// The address that a program prints on standard error after a prefix.
+async fn address_after(program: &RunningProgram, prefix: &str) -> String {
+    proc::eventually(prefix, || {
+        let text = program.stderr();
+        let line = text.lines().find_map(|line| line.strip_prefix(prefix));
+        let line = line.ok_or_else(|| text.clone())?;
+        let address = line.trim_start_matches("http://").split('/').next();
+        Ok::<_, String>(address.unwrap_or_default().to_owned())
+    })
+    .await
 }
 
 #[tokio::test]
@@ -39,11 +41,11 @@ async fn every_listener_refuses_heads_with_two_meanings() {
         .open_with(&["--metrics-listen", "127.0.0.1:0"])
         .await;
     let rendezvous = deployment.address().to_string();
-    let rendezvous_metrics = after(&deployment.running().stderr(), "metrics: ");
+    let rendezvous_metrics = address_after(deployment.running(), "metrics: ").await;
     let mut command = deployment.executor("box");
     command.args(["--lifecycle-listen", "127.0.0.1:0"]);
     let executor = RunningProgram::start(command).await;
-    let lifecycle = after(&executor.stderr(), "lifecycle: ");
+    let lifecycle = address_after(&executor, "lifecycle: ").await;
     let mut command = program(&deployment.path("box"));
     command.args([
         "--listen",
@@ -52,7 +54,7 @@ async fn every_listener_refuses_heads_with_two_meanings() {
         "127.0.0.1:0",
     ]);
     let server = RunningProgram::start(command).await;
-    let metrics = after(&server.stderr(), "metrics: ");
+    let metrics = address_after(&server, "metrics: ").await;
     let websocket = server.line.trim_start_matches("ws://").to_owned();
     for (name, address, path) in [
         ("rendezvous", &rendezvous, "/healthz"),

@@ -1,7 +1,7 @@
 //! What a server leaves behind that was killed together with its guardian.
 
 use exec_server_testkit::proc;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use tokio::process::Command;
 
 use crate::{SandboxFixture, ServerUser};
@@ -38,17 +38,17 @@ async fn placeholders_of_a_server_killed_with_its_guardian_are_removed_by_the_ne
     let server = fixture.server.server_pid().await;
     let guardian = fixture.server.guardian_pid();
     let descendants = proc::children(server);
+    // Both are stopped first, so that neither can react to the death of the other.
     for pid in [guardian, server] {
-        let pid = Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
-        kill_process(pid, Signal::STOP).unwrap();
+        proc::signal(pid, Signal::STOP);
     }
-    for pid in [guardian, server] {
-        let pid = Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
-        kill_process(pid, Signal::KILL).unwrap();
+    let descendants: Vec<u32> = descendants.iter().map(|pid| pid.unsigned_abs()).collect();
+    for &pid in [guardian, server].iter().chain(&descendants) {
+        proc::signal(pid, Signal::KILL);
     }
     proc::eventually("the end of the server and its commands", || {
         // A zombie has no command line.
-        let runs = |pid: &&i32| {
+        let runs = |pid: &&u32| {
             std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| !line.is_empty())
         };
         let left: Vec<_> = descendants.iter().filter(runs).collect();
