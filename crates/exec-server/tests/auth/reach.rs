@@ -272,14 +272,12 @@ async fn files_of_the_server_are_out_of_reach_of_every_method_and_token() {
                         }
                         MethodId::FsReadDirectory => "Not a directory",
                         MethodId::CapabilityDiscoverV1 => "",
-                        // The link in the configuration directory is followed with the path.
-                        MethodId::EnvironmentConfigRead if alias.starts_with("/proc") => {
-                            "Permission denied"
-                        }
                         MethodId::FsOpen if alias.ends_with("/exec-server") => "Text file busy",
                         _ if alias.ends_with("/socket") => "No such device or address",
                         // The guardian has closed its streams.
                         _ if alias.ends_with("/fd/0") => "No such file or directory",
+                        // Processes of another user or namespace.
+                        _ if alias.starts_with("/proc") => "Permission denied",
                         _ => "out of reach",
                     };
                     let is_by_kernel = failure.message.contains(by_kernel);

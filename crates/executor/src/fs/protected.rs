@@ -203,7 +203,7 @@ fn renewed() -> Option<Arc<Found>> {
     Some(found)
 }
 
-fn bytes_of(path: &PathBuf) -> Vec<u8> {
+fn bytes_of(path: &Path) -> Vec<u8> {
     path.as_os_str().as_bytes().to_vec()
 }
 
@@ -249,7 +249,7 @@ impl Found {
             names,
             above: sorted(&found.above),
             unknown: match found.is_cut {
-                true => found.trees.iter().map(bytes_of).collect(),
+                true => found.trees.iter().map(|tree| bytes_of(tree)).collect(),
                 false => Vec::new(),
             },
         });
