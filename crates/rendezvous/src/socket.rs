@@ -17,7 +17,7 @@ use exec_server_relay::frame::{FrameError as RelayError, decode};
 use exec_server_relay::limits::MAX_FRAME_BYTES;
 use exec_server_sync::Mutex;
 use exec_server_transport::frame::{
-    DecodeStep, Decoder, Opcode, WebsocketError, WebsocketRole, push_frame, readdress,
+    self, DecodeStep, Decoder, Opcode, WebsocketError, WebsocketRole, push_frame, readdress,
 };
 use exec_server_transport::keepalive::{Keepalive, KeepaliveAction, KeepaliveConfig};
 use exec_server_transport::turn;
@@ -96,15 +96,13 @@ impl SocketEnd {
         }
     }
 
-    /// Payload of the close frame.
+    /// Payload of the close frame, with the reason if the peer has caused the end.
     fn close_payload(&self) -> Bytes {
         let reason = match self {
-            Self::Expired => "the token expired",
-            _ => "",
+            Self::Expired | Self::Text | Self::Websocket(_) => self.to_string(),
+            _ => String::new(),
         };
-        [&self.code().to_be_bytes(), reason.as_bytes()]
-            .concat()
-            .into()
+        frame::close_payload(self.code(), &reason).into()
     }
 }
 
@@ -144,8 +142,17 @@ pub(crate) async fn serve(
     };
     *shared.close_payload.lock() = Some(end.close_payload());
     mailbox.close();
+    // Unread bytes of the peer would reset the connection before it has read the reason.
+    let is_sending = matches!(end, SocketEnd::Websocket(_));
+    let closing = async {
+        tokio::join!(writing, async {
+            if is_sending {
+                reader.discard().await;
+            }
+        })
+    };
     // A peer that does not read the closing frames in time does not get them.
-    let _ = tokio::time::timeout(CLOSE_TIMEOUT, writing).await;
+    let _ = tokio::time::timeout(CLOSE_TIMEOUT, closing).await;
     end
 }
 
@@ -335,6 +342,14 @@ impl FrameReader {
             buffer: BytesMut::from(received),
             at: 0,
             last: 0,
+        }
+    }
+
+    /// Reads and drops everything until the peer closes its side.
+    async fn discard(&mut self) {
+        let mut unread = Vec::with_capacity(Self::BUSY_BYTES);
+        while let Ok(1..) = self.io.read_buf(&mut unread).await {
+            unread.clear();
         }
     }
 
@@ -541,6 +556,17 @@ mod tests {
         let close = SocketEnd::Expired.close_payload();
         assert_eq!(close[..2], 1008u16.to_be_bytes());
         assert_eq!(close[2..], *b"the token expired");
+    }
+
+    #[test]
+    fn frame_above_the_limit_closes_the_socket_with_code_1009_and_the_limit() {
+        let (bytes, limit) = (1 << 30, MAX_FRAME_BYTES);
+        let close = SocketEnd::Websocket(WebsocketError::FrameTooLarge { bytes, limit });
+        let close = close.close_payload();
+        assert_eq!(close[..2], 1009u16.to_be_bytes());
+        let reason = format!("websocket frame of {bytes} bytes exceeds the limit of {limit}");
+        assert_eq!(close[2..], *reason.as_bytes());
+        assert!(close.len() <= 125);
     }
 
     #[test]

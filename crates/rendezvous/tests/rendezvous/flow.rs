@@ -140,3 +140,17 @@ async fn bulk_stream_does_not_delay_other_streams() {
     flood.abort();
     assert!(echoes > 0);
 }
+
+#[tokio::test]
+async fn frame_above_the_limit_is_answered_with_the_limit() {
+    let server = TestServer::start().await;
+    let mut executor = server.executor("env-1", 1).await;
+    // Sent to its end, as by a peer that does not look for an answer before.
+    let large = vec![0; 8 << 20];
+    executor.link.outgoing.push_binary([&large[..], &[]]);
+    let sent = executor.link.outgoing.flush().await;
+    executor.expect_end().await;
+    let (code, reason) = executor.link.incoming.close_reason().expect("a reason");
+    assert_eq!(code, 1009, "{reason} {sent:?}");
+    assert!(reason.contains("exceeds the limit of "), "{reason}");
+}
