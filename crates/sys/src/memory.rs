@@ -84,29 +84,44 @@ const RETURNED_BYTES: usize = 32 << 20;
 /// memory and uses it again all the time.
 const RETURN_DELAY: Duration = Duration::from_secs(1);
 
+/// Delay before the last return after a burst, of less than [`RETURNED_BYTES`].
+const LAST_RETURN_DELAY: Duration = Duration::from_secs(10);
+
 /// Bytes freed since memory was last returned.
 static FREED: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether a thread that returns memory is running.
 static RETURNING: AtomicBool = AtomicBool::new(false);
 
-/// Counts memory that an ended process has freed. Above `RETURNED_BYTES`, a thread returns the
-/// allocator's free memory to the system: otherwise the allocator would keep the memory of a burst
-/// of processes, because a few live blocks lie above the free ones.
+/// Counts memory that an ended process, connection or session has freed. Above `RETURNED_BYTES`, a
+/// thread returns the allocator's free memory to the system: otherwise the allocator would keep the
+/// memory of a burst, because a few live blocks lie above the free ones.
 pub fn freed(bytes: usize) {
     let freed = FREED.fetch_add(bytes, Ordering::Relaxed) + bytes;
     if freed < RETURNED_BYTES || RETURNING.swap(true, Ordering::Relaxed) {
         return;
     }
     let thread = std::thread::Builder::new().name("memory-return".to_owned());
-    // The thread ends as soon as little memory is free. If it cannot be started, the next call
-    // tries again.
+    // The thread ends when little memory was freed for some time. If it cannot be started, the next
+    // call tries again.
     let started = thread.spawn(|| {
-        while FREED.load(Ordering::Relaxed) >= RETURNED_BYTES {
-            std::thread::sleep(RETURN_DELAY);
+        let is_much = || FREED.load(Ordering::Relaxed) >= RETURNED_BYTES;
+        let return_all = || {
             FREED.store(0, Ordering::Relaxed);
             return_free_memory();
+        };
+        loop {
+            while is_much() {
+                std::thread::sleep(RETURN_DELAY);
+                return_all();
+            }
+            // The end of a burst frees less than that.
+            std::thread::sleep(LAST_RETURN_DELAY);
+            if !is_much() {
+                break;
+            }
         }
+        return_all();
         RETURNING.store(false, Ordering::Relaxed);
     });
     if started.is_err() {
