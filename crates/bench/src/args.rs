@@ -46,6 +46,9 @@ pub(crate) struct BenchArgs {
     /// As a child: write this many bytes of the pattern
     #[arg(long, hide = true, value_name = "BYTES")]
     pub(crate) emit_pattern: Option<u64>,
+    /// As a child: write this many bytes, one every 100 µs
+    #[arg(long, hide = true, value_name = "BYTES")]
+    pub(crate) emit_slowly: Option<u64>,
     /// As a child: read this many bytes of the pattern
     #[arg(long, hide = true, value_name = "BYTES")]
     pub(crate) check_pattern: Option<u64>,

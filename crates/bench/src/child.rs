@@ -2,7 +2,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use exec_server_transport::frame::{self, DecodeStep, Decoder, Opcode, WebsocketRole};
@@ -24,6 +24,20 @@ pub(crate) fn emit(total: u64) -> anyhow::Result<()> {
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
+    }
+    Ok(())
+}
+
+/// Writes `total` bytes to standard output, one every 100 µs.
+pub(crate) fn emit_slowly(total: u64) -> anyhow::Result<()> {
+    const PAUSE: Duration = Duration::from_micros(100);
+    let stdout = rustix::stdio::stdout();
+    let begun = Instant::now();
+    for number in 0..total {
+        rustix::io::write(stdout, b"x")?;
+        // The time of the next byte does not depend on how late the timer was before.
+        let due = PAUSE * u32::try_from(number + 1)?;
+        std::thread::sleep(due.saturating_sub(begun.elapsed()));
     }
     Ok(())
 }

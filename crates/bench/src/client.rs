@@ -38,6 +38,8 @@ pub(crate) struct BenchClient {
     unread: Range<usize>,
     /// Maximum number of bytes per read.
     read_bytes: usize,
+    /// Bytes received since the upgrade.
+    received: u64,
     /// Whether the last read filled the free space.
     filled: bool,
     /// Frames to be sent.
@@ -211,6 +213,7 @@ impl BenchClient {
             buffer,
             unread: head..filled,
             read_bytes: Self::READ_BYTES,
+            received: 0,
             filled: false,
             out: Vec::new(),
             next_id: 1,
@@ -461,6 +464,19 @@ impl BenchClient {
         }
     }
 
+    /// Bytes received since the upgrade.
+    pub(crate) fn received_bytes(&self) -> u64 {
+        self.received
+    }
+
+    /// Waits until some bytes of the next message have been received.
+    pub(crate) fn await_first_bytes(&mut self) -> anyhow::Result<()> {
+        match self.has_buffered() {
+            true => Ok(()),
+            false => self.fill(1),
+        }
+    }
+
     /// Receives the next message.
     pub(crate) fn receive(&mut self) -> anyhow::Result<BenchMessage<'_>> {
         loop {
@@ -496,6 +512,7 @@ impl BenchClient {
                 let read = (&mut self.stream).take(most as u64).read_to_end(rest)?;
                 ensure!(read > 0, "the server closed the connection");
                 self.decoder.record_received(read);
+                self.received += read as u64;
                 return Ok(());
             }
         } else if self.buffer.len() - end < missing {
@@ -517,6 +534,7 @@ impl BenchClient {
         };
         ensure!(read > 0, "the server closed the connection");
         self.unread.end += read;
+        self.received += read as u64;
         self.filled = self.unread.end == self.buffer.len();
         Ok(())
     }

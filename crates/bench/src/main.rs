@@ -35,6 +35,8 @@ fn main() -> ExitCode {
     let done = |result: anyhow::Result<()>| result.map(|()| ExitCode::SUCCESS);
     let result = if let Some(total) = args.emit_pattern {
         done(child::emit(total))
+    } else if let Some(total) = args.emit_slowly {
+        done(child::emit_slowly(total))
     } else if let Some(total) = args.check_pattern {
         done(child::check(total))
     } else if let Some(push) = args.answer_websockets {

@@ -11,6 +11,7 @@
 
 mod agents;
 mod echo;
+mod endurance;
 mod files;
 mod fleet;
 mod handshake;
@@ -114,6 +115,8 @@ pub(crate) enum ScenarioName {
     Fleet,
     /// Growth of time, CPU and memory with up to 10,000 of each kind of object
     Scale,
+    /// Memory after bursts, and the cost of output in single bytes
+    Endurance,
 }
 
 /// One of the servers that are compared.
@@ -192,6 +195,7 @@ impl Bench {
                 ScenarioName::RendezvousLoad => rendezvous::run(self),
                 ScenarioName::Fleet => fleet::run(self),
                 ScenarioName::Scale => scale::run(self),
+                ScenarioName::Endurance => endurance::run(self),
             });
             transient("");
             eprintln!("{name:?}: {:.1} s", start.elapsed().as_secs_f64());

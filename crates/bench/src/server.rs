@@ -355,21 +355,36 @@ impl BenchServer {
     /// Proportional set in bytes of all processes of the server's command: pages that several
     /// processes share count in parts.
     pub(crate) fn proportional(&self) -> anyhow::Result<u64> {
+        proportional(self.all_pids())
+    }
+
+    /// Memory in bytes that the processes of the server's command have written to and share with no
+    /// other process.
+    pub(crate) fn own_of_all(&self) -> anyhow::Result<u64> {
+        sum_of(self.all_pids(), "Private_Dirty:")
+    }
+
+    /// The started process, and the one that owns the listener if that is another.
+    fn all_pids(&self) -> Vec<Pid> {
         let (own, serving) = (self.own_pid(), self.pid);
-        if own == serving {
-            proportional([own])
-        } else {
-            proportional([own, serving])
+        match own == serving {
+            true => vec![own],
+            false => vec![own, serving],
         }
     }
 }
 
 /// Proportional set in bytes of several processes.
 pub(crate) fn proportional(pids: impl IntoIterator<Item = Pid>) -> anyhow::Result<u64> {
+    sum_of(pids, "Pss:")
+}
+
+/// Sum of a statistic in `smaps_rollup` over several processes, in bytes.
+fn sum_of(pids: impl IntoIterator<Item = Pid>, name: &str) -> anyhow::Result<u64> {
     let each = pids.into_iter().map(|pid| {
         let path = format!("/proc/{}/smaps_rollup", pid.as_raw_nonzero());
         let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-        memory(&text, "Pss:").with_context(|| format!("{path} says nothing of Pss"))
+        memory(&text, name).with_context(|| format!("{path} says nothing of {name}"))
     });
     each.sum()
 }

@@ -47,6 +47,7 @@ pub(crate) fn run(command: &CommandLine, duration: Duration) -> anyhow::Result<b
         .logged_address("metrics: http://", "/metrics")?;
     let observed = ObservedProcesses {
         server: serving_process(setup.server.own_pid())?,
+        guardian: setup.server.own_pid(),
         executor: serving_process(setup.executor.own_pid())?,
         rendezvous: setup.rendezvous.own_pid(),
         metrics,
@@ -94,6 +95,7 @@ impl SoakState {
 /// Processes that are observed.
 struct ObservedProcesses {
     server: Pid,
+    guardian: Pid,
     executor: Pid,
     rendezvous: Pid,
     metrics: SocketAddr,
@@ -104,10 +106,13 @@ type Sample = [f64; COLUMNS.len()];
 
 /// Name and tolerance of each figure: the last periods may exceed the first by this factor plus
 /// this amount.
-const COLUMNS: [(&str, f64, f64); 13] = [
+const COLUMNS: [(&str, f64, f64); 17] = [
     ("server MiB", 1.1, 3.0),
     ("server fds", 1.1, 8.0),
     ("server threads", 1.1, 8.0),
+    ("guardian MiB", 1.1, 1.0),
+    ("guardian fds", 1.1, 4.0),
+    ("guardian threads", 1.0, 0.0),
     ("retained KiB", 1.5, 8192.0),
     ("processes", 1.1, 20.0),
     ("executor MiB", 1.1, 3.0),
@@ -115,6 +120,7 @@ const COLUMNS: [(&str, f64, f64); 13] = [
     ("executor threads", 1.1, 8.0),
     ("rendezvous MiB", 1.1, 3.0),
     ("rendezvous fds", 1.1, 8.0),
+    ("rendezvous threads", 1.1, 8.0),
     ("echo p50 us", 1.5, 100.0),
     ("echo p99 us", 2.0, 5000.0),
     ("operations", f64::INFINITY, 0.0),
@@ -160,12 +166,16 @@ fn sample(observed: &ObservedProcesses, work: &SoakState) -> anyhow::Result<Samp
         echoes.push(f64::NAN);
     }
     let server = resources(observed.server)?;
+    let guardian = resources(observed.guardian)?;
     let executor = resources(observed.executor)?;
     let rendezvous = resources(observed.rendezvous)?;
     Ok([
         server.mebibytes,
         server.descriptors,
         server.threads,
+        guardian.mebibytes,
+        guardian.descriptors,
+        guardian.threads,
         metric("retained_bytes")? / 1024.0,
         metric("processes")?,
         executor.mebibytes,
@@ -173,6 +183,7 @@ fn sample(observed: &ObservedProcesses, work: &SoakState) -> anyhow::Result<Samp
         executor.threads,
         rendezvous.mebibytes,
         rendezvous.descriptors,
+        rendezvous.threads,
         median(&echoes) * 1e6,
         percentile(&echoes, 99.0) * 1e6,
         work.operations.swap(0, Ordering::Relaxed) as f64,
@@ -205,7 +216,8 @@ fn resources(pid: Pid) -> anyhow::Result<Resources> {
 /// Compares the last periods with the first after the warm-up, in which records of closed processes
 /// collect until the oldest expire.
 fn judge(samples: &[Sample], period: Duration) -> anyhow::Result<bool> {
-    const WARM_UP: Duration = Duration::from_secs(45);
+    /// Longer than the 80 s for which servers keep records of closed processes by default.
+    const WARM_UP: Duration = Duration::from_secs(90);
     let warm = WARM_UP.div_duration_f64(period).ceil() as usize;
     let samples = samples.get(warm..).unwrap_or_default();
     ensure!(

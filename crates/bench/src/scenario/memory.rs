@@ -40,6 +40,21 @@ pub(super) fn idle(bench: &Bench) -> Vec<ReportRow> {
                 Ok(Figure::plain(server.proportional()? as f64))
             }),
     );
+    let line = self::line(
+        "idle server and guardian, own memory".to_owned(),
+        2.0 * MIB,
+        1.5 * MIB,
+    );
+    rows.extend(
+        bench
+            .without_peer()
+            .measure_each(bench.pick(3, 1), line, |command| {
+                let server = BenchServer::start_observed(command)?;
+                drop(server.client()?);
+                std::thread::sleep(AT_REST);
+                Ok(Figure::plain(server.own_of_all()? as f64))
+            }),
+    );
     rows
 }
 

@@ -235,7 +235,7 @@ fn measure(command: &CommandLine, kind: &ObjectKind, size: usize) -> anyhow::Res
 }
 
 /// CPU time of these processes, without that of their children.
-fn cpu_seconds(processes: &[Pid]) -> anyhow::Result<f64> {
+pub(super) fn cpu_seconds(processes: &[Pid]) -> anyhow::Result<f64> {
     /// Unit of times in `/proc/PID/stat`, the same on every Linux.
     const TICKS_PER_SECOND: f64 = 100.0;
     let mut ticks = 0;
