@@ -19,6 +19,7 @@ mod proc_inspect;
 pub mod process;
 pub mod report;
 pub mod sandbox;
+mod shared_read;
 pub mod signal;
 pub mod slots;
 pub mod spec;

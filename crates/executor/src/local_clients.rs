@@ -3,13 +3,15 @@
 //! A sandboxed command that reaches its own server could start commands without a sandbox. If it
 //! uses the network of the server, the listeners ask [`admit`] which process has connected.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use exec_server_sync::Mutex;
 use exec_server_sys::local_peer::{self, is_local};
 use rustix::process::Pid;
+
+use crate::shared_read::SharedRead;
 
 /// Sandboxed processes that can connect to sockets outside their sandbox.
 static CONNECTING: Mutex<Connecting> = Mutex::new(Connecting {
@@ -79,6 +81,14 @@ impl Drop for ConnectingProcess {
     }
 }
 
+/// The processes with a descriptor of each socket.
+static HOLDERS: SharedRead<HashMap<u64, Vec<Pid>>> = SharedRead::new();
+
+/// How often this program has read the sockets of all processes.
+pub(crate) fn holder_reads() -> u64 {
+    HOLDERS.reads()
+}
+
 /// Other end of an accepted connection.
 #[derive(Debug, Clone, Copy)]
 pub enum LocalPeer {
@@ -129,8 +139,10 @@ pub fn admit(peer: LocalPeer) -> Admitted {
             if socket.user != rustix::process::geteuid().as_raw() {
                 return Admitted::Yes;
             }
-            let holders = local_peer::holders(socket.inode);
-            let each = holders.iter().map(|&pid| is_sandboxed(pid));
+            // Connections that arrive together share one read of all descriptors.
+            let holders = HOLDERS.get(Duration::ZERO, local_peer::holders);
+            let holders = holders.get(&socket.inode).into_iter().flatten();
+            let each = holders.map(|&pid| is_sandboxed(pid));
             // A socket can have several holders: one that is sandboxed decides.
             each.max_by_key(|admitted| match admitted {
                 Admitted::Yes => 0,

@@ -392,6 +392,24 @@ impl Log {
         }
     }
 
+    /// Bytes of the retained output after `cursor`, and the number of its entries.
+    pub fn size_after(&self, cursor: u64) -> (usize, usize) {
+        let from = (cursor.saturating_add(1)).saturating_sub(self.first_seq());
+        let from = usize::try_from(from).unwrap_or(usize::MAX);
+        let Some(first) = self.entries.get(from) else {
+            return (0, 0);
+        };
+        let bytes = usize::try_from(self.total - first.before).unwrap_or(usize::MAX);
+        (bytes, self.entries.len() - from)
+    }
+
+    /// Bytes of [`cut`](Self::cut) of all streams.
+    pub fn cut_bytes(&self, max_bytes: Option<u64>) -> usize {
+        let most = max_bytes.map_or(usize::MAX, |max| usize::try_from(max).unwrap_or(usize::MAX));
+        let kept = |stream: &HeadAndTail| (stream.head_bytes + stream.tail_bytes).min(most);
+        self.streams.iter().map(kept).sum()
+    }
+
     /// The evicted part of the output after `cursor`.
     pub fn lost_after(&self, cursor: u64) -> Option<MissedOutput> {
         let through_seq = self.first_seq() - 1;

@@ -3,12 +3,18 @@
 //! Only reads `/proc`. Every function blocks and must not run on an async worker. A process that
 //! has ended or may not be inspected counts as absent.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt as _, FileTypeExt as _, MetadataExt as _};
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
+use exec_server_sync::Mutex;
 use rustix::process::Pid;
+
+use crate::shared_read::SharedRead;
 
 /// Maximum number of threads inspected per process: the threads that read terminals are few and
 /// old.
@@ -19,17 +25,16 @@ const MAX_DESCRIPTORS: usize = 1024;
 
 /// The process that listens on a TCP port, and the port; `None` as `wanted` matches any port.
 pub(crate) fn listens(pids: &[Pid], wanted: Option<u16>) -> Option<(i32, u16)> {
-    // Sockets by network namespace: a sandbox may have its own.
-    let mut namespaces: HashMap<PathBuf, HashMap<u64, u16>> = HashMap::new();
     for pid in pids {
         let pid = pid.as_raw_nonzero().get();
         let Ok(namespace) = fs::read_link(format!("/proc/{pid}/ns/net")) else {
             continue;
         };
-        let sockets = namespaces
-            .entry(namespace)
-            .or_insert_with(|| listening_sockets(pid, wanted));
-        if sockets.is_empty() {
+        let sockets = LISTENING.of(namespace, pid);
+        if sockets
+            .values()
+            .all(|port| wanted.is_some_and(|wanted| wanted != *port))
+        {
             continue;
         }
         let Ok(descriptors) = fs::read_dir(format!("/proc/{pid}/fd")) else {
@@ -38,7 +43,8 @@ pub(crate) fn listens(pids: &[Pid], wanted: Option<u16>) -> Option<(i32, u16)> {
         let port = descriptors.flatten().find_map(|entry| {
             let link = fs::read_link(entry.path()).ok()?;
             let inode = link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?;
-            sockets.get(&inode.parse().ok()?).copied()
+            let port = sockets.get(&inode.parse().ok()?).copied()?;
+            wanted.is_none_or(|wanted| wanted == port).then_some(port)
         });
         if let Some(port) = port {
             return Some((pid, port));
@@ -47,16 +53,63 @@ pub(crate) fn listens(pids: &[Pid], wanted: Option<u16>) -> Option<(i32, u16)> {
     None
 }
 
-/// Listening ports in the network namespace of a process, by the inode of the socket.
-fn listening_sockets(pid: i32, wanted: Option<u16>) -> HashMap<u64, u16> {
+/// Listening ports of one network namespace, by the inode of the socket.
+type ListeningPorts = HashMap<u64, u16>;
+
+/// Listening ports by network namespace: a sandbox may have its own. Shared by all waits, because
+/// the kernel's table contains the connections of all processes of a namespace.
+#[derive(Debug)]
+struct ListeningSockets {
+    namespaces: Mutex<BTreeMap<PathBuf, Arc<SharedRead<ListeningPorts>>>>,
+    /// Reads of the kernel's tables.
+    reads: AtomicU64,
+}
+
+static LISTENING: ListeningSockets = ListeningSockets {
+    namespaces: Mutex::new(BTreeMap::new()),
+    reads: AtomicU64::new(0),
+};
+
+/// How often this program has read a table of listening sockets.
+pub(crate) fn socket_table_reads() -> u64 {
+    LISTENING.reads.load(Ordering::Relaxed)
+}
+
+impl ListeningSockets {
+    /// Maximum age of a table when it is used: less than the shortest pause between two looks of a
+    /// wait.
+    const AGE: Duration = Duration::from_millis(4);
+
+    /// Number of namespaces above which all tables are dropped: those of ended sandboxes remain
+    /// otherwise.
+    const MAX_NAMESPACES: usize = 64;
+
+    /// The table of the namespace that this process is in.
+    fn of(&self, namespace: PathBuf, pid: i32) -> Arc<ListeningPorts> {
+        let shared = {
+            let mut namespaces = self.namespaces.lock();
+            if namespaces.len() >= Self::MAX_NAMESPACES && !namespaces.contains_key(&namespace) {
+                namespaces.clear();
+            }
+            let shared = namespaces
+                .entry(namespace)
+                .or_insert_with(|| Arc::new(SharedRead::new()));
+            Arc::clone(shared)
+        };
+        shared.get(Self::AGE, || {
+            self.reads.fetch_add(1, Ordering::Relaxed);
+            listening_sockets(pid)
+        })
+    }
+}
+
+fn listening_sockets(pid: i32) -> ListeningPorts {
     let mut sockets = HashMap::new();
     for table in ["tcp", "tcp6"] {
         let text = fs::read_to_string(format!("/proc/{pid}/net/{table}")).unwrap_or_default();
         // The first line is a header.
         for line in text.lines().skip(1) {
-            if let Some((inode, port)) = listening(line)
-                && wanted.is_none_or(|wanted| wanted == port)
-            {
+            if let Some((inode, port)) = listening(line) {
                 sockets.insert(inode, port);
             }
         }

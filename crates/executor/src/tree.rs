@@ -19,6 +19,7 @@ use rustix::process::{Pid, Signal};
 
 use self::inspector::{TaskProgress, inspect};
 use self::table::{ProcessTable, Stat, all_pids};
+use crate::shared_read::SharedRead;
 use exec_server_sys::watcher::{self, Watcher};
 use exec_server_sys::{probe, rlimit};
 
@@ -168,16 +169,30 @@ pub(crate) fn adopt_orphans() -> rustix::io::Result<()> {
     Ok(())
 }
 
-/// Whether descendants of a process that has ended and was reaped may still run.
+/// Tags of the children of this program; `None` if the kernel has no list of them.
+static TAGS_OF_CHILDREN: SharedRead<Option<HashSet<u64>>> = SharedRead::new();
+
+/// Whether descendants of a process that has ended and was reaped may still run. Blocks.
 ///
 /// Reads the children of this process only: it adopts the orphans of its processes. Without that, or
-/// without the kernel's list of children, the result is true.
+/// without the kernel's list of children, the result is true. Processes that end together share one
+/// read.
 pub(crate) fn may_have_orphans(tag: TreeTag) -> bool {
     if !ADOPTS_ORPHANS.load(Ordering::Relaxed) {
         return true;
     }
-    let is_ours = |pid: i32| Pid::from_raw(pid).is_some_and(|pid| is_member(pid, tag));
-    probe::children().is_none_or(|children| children.into_iter().any(is_ours))
+    let tags = TAGS_OF_CHILDREN.get(Duration::ZERO, || {
+        let tag = |pid: i32| rlimit::hard(Some(Pid::from_raw(pid)?), TAG_RESOURCE).ok();
+        Some(probe::children()?.into_iter().filter_map(tag).collect())
+    });
+    tags.as_ref()
+        .as_ref()
+        .is_none_or(|tags| tags.contains(&tag.0))
+}
+
+/// How often this program has read the list of its children.
+pub(crate) fn children_reads() -> u64 {
+    TAGS_OF_CHILDREN.reads()
 }
 
 /// Starts a watcher process: when this program is killed, it ends every process that the program has

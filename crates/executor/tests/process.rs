@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bytes::Bytes;
+use exec_server_executor::conditions::Conditions;
 use exec_server_executor::limits::ProcessLimits;
 use exec_server_executor::log::{Exit, OutputStream};
 use exec_server_executor::process::{
@@ -15,6 +16,7 @@ use exec_server_executor::{
     Executor, ExecutorConfig, ExecutorLimits, Process, ProcessSpec, PtySize, StartError, Stdio,
     Timeout,
 };
+use exec_server_protocol::process::Condition;
 
 fn executor() -> Executor {
     let config = ExecutorConfig {
@@ -388,7 +390,108 @@ async fn signals_to_many_trees_share_reads_of_the_process_table() {
 }
 
 #[tokio::test]
-async fn terminate_ends_process_trees_that_keep_forking() {
+async fn time_limits_that_expire_together_share_reads_of_the_process_table() {
+    const COUNT: usize = 200;
+    let executor = executor();
+    let end = std::time::Instant::now() + Duration::from_secs(3);
+    let mut processes = Vec::new();
+    for _ in 0..COUNT {
+        let timeout = Timeout {
+            after: end.saturating_duration_since(std::time::Instant::now()),
+            grace: Duration::from_secs(20),
+        };
+        let spec = ProcessSpec {
+            timeout: Some(timeout),
+            ..spec(&["sleep", "600"])
+        };
+        processes.push(executor.start(spec).await.unwrap());
+    }
+    let before = table_reads();
+    for process in &processes {
+        assert!(closed(process).await.timed_out);
+    }
+    let after = table_reads();
+    let (scans, updates) = (after.scans - before.scans, after.updates - before.updates);
+    assert!(
+        (1..COUNT as u64 / 4).contains(&updates),
+        "{updates} updates"
+    );
+    assert!(scans < COUNT as u64 / 10, "{scans} scans");
+}
+
+/// Each wait looks at its process about ten times in a second.
+#[tokio::test]
+async fn waits_for_ports_and_terminals_share_reads_of_proc() {
+    const COUNT: usize = 300;
+    let executor = executor();
+    let mut processes = Vec::new();
+    for number in 0..COUNT {
+        let spec = spec(&["sleep", "600"]);
+        let spec = if number % 2 == 0 {
+            spec
+        } else {
+            terminal(spec)
+        };
+        processes.push(executor.start(spec).await.unwrap());
+    }
+    let before = table_reads();
+    let mut waits = tokio::task::JoinSet::new();
+    for process in processes.clone() {
+        waits.spawn(async move {
+            let any = [Condition::Port { port: 0 }, Condition::TtyRead];
+            let conditions = Conditions::compile(&any).unwrap();
+            let limit = Some(Duration::from_secs(1));
+            conditions.wait(&process, 0, limit).await.fired
+        });
+    }
+    assert_eq!(waits.join_all().await, vec![None; COUNT]);
+    let after = table_reads();
+    let tables = after.socket_tables - before.socket_tables;
+    let updates = after.updates - before.updates;
+    let most = COUNT as u64;
+    assert!((1..most).contains(&tables), "{tables} reads of sockets");
+    assert!((1..most).contains(&updates), "{updates} updates");
+}
+
+/// In a process of its own that adopts orphans, as servers do.
+#[tokio::test]
+async fn closes_with_descendants_share_reads_of_children() {
+    const COUNT: usize = 300;
+    let executor = executor();
+    executor.adopt_orphans().unwrap();
+    let mut processes = Vec::new();
+    for _ in 0..COUNT {
+        let spec = ProcessSpec {
+            list_descendants: true,
+            ..piped(spec(&["cat"]))
+        };
+        processes.push(executor.start(spec).await.unwrap());
+    }
+    let before = table_reads();
+    for process in &processes {
+        process
+            .signal(rustix::process::Signal::KILL, SignalRecipients::Leader)
+            .await
+            .unwrap();
+    }
+    for process in &processes {
+        closed(process).await;
+    }
+    let after = table_reads();
+    let children = after.children - before.children;
+    assert!(
+        (1..=COUNT as u64 * 3 / 4).contains(&children),
+        "{children} reads"
+    );
+    assert_eq!(
+        after.updates - before.updates,
+        0,
+        "the table need not be read"
+    );
+}
+
+#[tokio::test]
+async fn terminate_ends_trees_that_fork_all_the_time() {
     let seconds = marker(5);
     // Each process starts the next one in its own session and ends, or stays with a child.
     let hop = format!("[ $1 = 0 ] && exec sleep {seconds}; setsid sh \"$0\" $(($1 - 1)) & exit 0");

@@ -2,6 +2,7 @@
 //!
 //! Reads `/proc`, so every function blocks.
 
+use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -77,25 +78,33 @@ fn address(text: &str) -> Option<SocketAddr> {
     Some(canonical(SocketAddr::new(ip, port)))
 }
 
-/// Returns the processes with a descriptor of a socket, as far as this process may know.
-pub fn holders(inode: u64) -> Vec<Pid> {
-    let link = format!("socket:[{inode}]");
+/// Returns the processes with a descriptor of each socket, by its inode, as far as this process may
+/// know. Reads the descriptors of all processes.
+pub fn holders() -> HashMap<u64, Vec<Pid>> {
+    let mut holders: HashMap<u64, Vec<Pid>> = HashMap::new();
     let Ok(processes) = fs::read_dir("/proc") else {
-        return Vec::new();
+        return holders;
     };
     let pids = processes.flatten().filter_map(|entry| {
         let pid = entry.file_name().to_str()?.parse().ok()?;
         Pid::from_raw(pid)
     });
-    pids.filter(|pid| {
+    for pid in pids {
         let descriptors = fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero()));
-        descriptors.is_ok_and(|descriptors| {
-            descriptors
-                .flatten()
-                .any(|entry| fs::read_link(entry.path()).is_ok_and(|to| to.as_os_str() == &*link))
-        })
-    })
-    .collect()
+        for entry in descriptors.into_iter().flatten().flatten() {
+            let Ok(link) = fs::read_link(entry.path()) else {
+                continue;
+            };
+            let inode = link.to_str().and_then(|link| link.strip_prefix("socket:["));
+            let inode = inode.and_then(|inode| inode.strip_suffix(']')?.parse().ok());
+            let Some(inode) = inode else { continue };
+            let pids = holders.entry(inode).or_default();
+            if pids.last() != Some(&pid) {
+                pids.push(pid);
+            }
+        }
+    }
+    holders
 }
 
 /// Returns the parent of a process; `None` if the process does not exist.
@@ -129,9 +138,9 @@ mod tests {
             let (_server, peer) = listener.accept().unwrap();
             let socket = tcp_socket(peer, client.peer_addr().unwrap()).unwrap();
             assert_eq!(socket.user, rustix::process::geteuid().as_raw());
-            assert!(holders(socket.inode).contains(&rustix::process::getpid()));
+            assert!(holders()[&socket.inode].contains(&rustix::process::getpid()));
             drop(client);
-            assert_eq!(holders(socket.inode), []);
+            assert!(!holders().contains_key(&socket.inode));
         }
         let nobody = "127.0.0.1:1".parse().unwrap();
         assert_eq!(tcp_socket(nobody, nobody), None);

@@ -157,6 +157,16 @@ pub(crate) fn perform(
     request: FsRequest,
     cancelled: CancelCheck<'_>,
 ) -> Result<FileOutcome, FsError> {
+    perform_within(request, usize::MAX, cancelled)
+}
+
+/// As [`perform`]; a listing that needs more than `memory` bytes fails with
+/// [`FsError::ListingMemory`].
+pub(crate) fn perform_within(
+    request: FsRequest,
+    memory: usize,
+    cancelled: CancelCheck<'_>,
+) -> Result<FileOutcome, FsError> {
     let response = match request {
         FsRequest::ReadFile(params) => {
             let path = native(&params.path)?;
@@ -199,8 +209,8 @@ pub(crate) fn perform(
                 metadata: params.metadata,
             };
             let found = match listing_page(&params)? {
-                Some(page) => super::read_page(&directory, fields, &page, cancelled)?,
-                None => super::read_directory(&directory, fields, cancelled)?,
+                Some(page) => super::read_page(&directory, fields, &page, memory, cancelled)?,
+                None => super::read_directory(&directory, fields, memory, cancelled)?,
             };
             let path = params.path;
             return Ok(FileOutcome::Directory { path, found });
@@ -209,8 +219,10 @@ pub(crate) fn perform(
             let root = native(&params.path)?;
             return Ok(FileOutcome::Walked(
                 match ListingPage::of(params.limit, params.after.as_deref())? {
-                    Some(page) => super::walk_page(&root, params.options, &page, cancelled)?,
-                    None => super::walk(&root, params.options, cancelled)?,
+                    Some(page) => {
+                        super::walk_page(&root, params.options, &page, memory, cancelled)?
+                    }
+                    None => super::walk(&root, params.options, memory, cancelled)?,
                 },
             ));
         }

@@ -4,9 +4,11 @@ use std::cmp::Ordering;
 use std::ffi::{CStr, OsStr};
 use std::fs;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Component, Path, PathBuf};
+use std::sync::atomic::{self, AtomicBool};
 
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{DirectoryEntry, EntryMetadata, ReadDirectoryResult};
@@ -16,6 +18,7 @@ use rustix::io::Errno;
 use rustix::path::Arg;
 use serde::{Deserialize, Serialize};
 
+use super::kept_names::{ListedTypes, read_after};
 use super::metadata::STAT_BLOCK_BYTES;
 use super::open::{file_type, is_link, link, open, parent, stat_in};
 use super::page::{ListingPage, cursor};
@@ -58,9 +61,17 @@ pub struct DirectoryListing {
 
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct ListedName {
-    start: usize,
-    len: usize,
+    start: u32,
+    /// No filesystem has names of 64 KiB.
+    len: u16,
     kind: EntryType,
+}
+
+impl ListedName {
+    fn range(self) -> Range<usize> {
+        let start = self.start as usize;
+        start..start + usize::from(self.len)
+    }
 }
 
 impl DirectoryListing {
@@ -77,32 +88,49 @@ impl DirectoryListing {
     }
 
     pub(super) fn push(&mut self, name: &[u8], kind: EntryType) {
-        let start = self.names.len();
+        let (Ok(start), Ok(len)) = (self.names.len().try_into(), name.len().try_into()) else {
+            debug_assert!(false, "4 GiB of names");
+            return;
+        };
         self.names.extend_from_slice(name);
-        self.entries.push(ListedName {
-            start,
-            len: name.len(),
-            kind,
-        });
+        self.entries.push(ListedName { start, len, kind });
+    }
+
+    /// Appends the first `count` names after `after` of a sorted listing.
+    pub(super) fn push_after(&mut self, from: &Self, after: &[u8], count: usize) {
+        for &entry in from.entries[from.position_after(after)..]
+            .iter()
+            .take(count)
+        {
+            self.push(from.name(entry), entry.kind);
+        }
+    }
+
+    /// The index of the first name after `after` in a sorted listing; of the first name if `after`
+    /// is empty.
+    pub(super) fn position_after(&self, after: &[u8]) -> usize {
+        let is_before = |entry: &ListedName| order(self.name(*entry), after).is_le();
+        match after.is_empty() {
+            true => 0,
+            false => self.entries.partition_point(is_before),
+        }
     }
 
     /// Whether every name lies in the buffer; a listing from another process may be invalid.
     pub(super) fn is_whole(&self) -> bool {
-        self.entries.iter().all(|entry| {
-            let end = entry.start.checked_add(entry.len);
-            end.is_some_and(|end| end <= self.names.len())
-        })
+        let mut entries = self.entries.iter();
+        entries.all(|entry| entry.range().end <= self.names.len())
     }
 
     fn name(&self, entry: ListedName) -> &[u8] {
-        &self.names[entry.start..entry.start + entry.len]
+        &self.names[entry.range()]
     }
 
     /// The names and their types.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&OsStr, EntryType)> {
         let names = &self.names;
         self.entries.iter().map(move |entry| {
-            let name = &names[entry.start..entry.start + entry.len];
+            let name = &names[entry.range()];
             (OsStr::from_bytes(name), entry.kind)
         })
     }
@@ -111,6 +139,11 @@ impl DirectoryListing {
     pub(super) fn get(&self, position: usize) -> Option<(&OsStr, EntryType)> {
         let entry = *self.entries.get(position)?;
         Some((OsStr::from_bytes(self.name(entry)), entry.kind))
+    }
+
+    /// Bytes of memory that the names occupy.
+    pub(super) fn memory(&self) -> usize {
+        self.names.len() + self.entries.len() * size_of::<ListedName>()
     }
 
     /// Number of names.
@@ -140,7 +173,7 @@ impl DirectoryListing {
         entries.truncate(count);
         let names = std::mem::take(&mut self.names);
         for entry in entries {
-            self.push(&names[entry.start..entry.start + entry.len], entry.kind);
+            self.push(&names[entry.range()], entry.kind);
         }
     }
 
@@ -165,6 +198,8 @@ pub(super) fn order(one: &[u8], other: &[u8]) -> Ordering {
 pub(super) enum ReadError {
     Io(Errno),
     Cancelled,
+    /// The names need more than this number of bytes of memory.
+    Memory(usize),
 }
 
 impl ReadError {
@@ -172,6 +207,7 @@ impl ReadError {
         match self {
             Self::Io(error) => at(path)(error),
             Self::Cancelled => FsError::Cancelled,
+            Self::Memory(limit) => FsError::ListingMemory(limit),
         }
     }
 }
@@ -286,8 +322,17 @@ impl Directory {
 
     /// The names, their types, and the target of each link if targets were requested.
     pub fn entries(&self) -> impl Iterator<Item = (&OsStr, EntryType, Option<&OsStr>)> {
-        let mut targets = self.targets.iter().peekable();
-        let entries = self.names.iter().enumerate();
+        self.entries_from(0)
+    }
+
+    /// The same from an index on.
+    pub fn entries_from(
+        &self,
+        first: usize,
+    ) -> impl Iterator<Item = (&OsStr, EntryType, Option<&OsStr>)> {
+        let target = self.targets.partition_point(|(at, _)| *at < first);
+        let mut targets = self.targets[target..].iter().peekable();
+        let entries = self.names.iter().enumerate().skip(first);
         entries.map(move |(position, (name, kind))| {
             let target = targets.next_if(|(at, _)| *at == position);
             (name, kind, target.map(|(_, says)| OsStr::from_bytes(says)))
@@ -349,23 +394,29 @@ pub struct ListingFields {
     pub metadata: bool,
 }
 
+/// Bytes of a link target in a listing besides its text.
+const TARGET_BYTES: usize = 48;
+
 /// The names in a directory, unsorted. A link has the type of its target.
 ///
 /// Dangling links are left out, unless link targets are requested.
 ///
 /// # Errors
 ///
-/// [`FsError::TooManyEntries`] beyond [`MAX_DIRECTORY_ENTRIES`], [`FsError::Cancelled`], or an IO
-/// error.
+/// [`FsError::TooManyEntries`] beyond [`MAX_DIRECTORY_ENTRIES`], [`FsError::ListingMemory`] beyond
+/// `memory` bytes, [`FsError::Cancelled`], or an IO error.
 pub fn read_directory(
     path: &Path,
     fields: ListingFields,
+    memory: usize,
     cancelled: CancelCheck<'_>,
 ) -> Result<Directory, FsError> {
     let directory = open_directory(path)?;
     let mut found = Directory::default();
     let mut count = 0;
-    each_name(&directory, cancelled, |directory, name, kind| {
+    let (mut other_bytes, is_full) = (0, AtomicBool::new(false));
+    let stop = || cancelled() || is_full.load(atomic::Ordering::Relaxed);
+    let read = each_name(&directory, &stop, |directory, name, kind| {
         let (kind, says) = match kind {
             EntryType::Symlink => match through(directory, name, fields.links) {
                 Some(led) => led,
@@ -375,10 +426,18 @@ pub fn read_directory(
         };
         count += 1;
         if count <= MAX_DIRECTORY_ENTRIES {
+            other_bytes += says.as_ref().map_or(0, |says| says.len() + TARGET_BYTES);
+            other_bytes += usize::from(fields.metadata) * size_of::<Option<EntryMetadata>>();
             found.push(name.to_bytes(), kind, says);
+            if found.names.memory() + other_bytes > memory {
+                is_full.store(true, atomic::Ordering::Relaxed);
+            }
         }
-    })
-    .map_err(|error| error.at(path))?;
+    });
+    if is_full.into_inner() {
+        return Err(FsError::ListingMemory(memory));
+    }
+    read.map_err(|error| error.at(path))?;
     if count > MAX_DIRECTORY_ENTRIES {
         return Err(FsError::TooManyEntries(count));
     }
@@ -394,18 +453,25 @@ pub fn read_directory(
 ///
 /// # Errors
 ///
-/// [`FsError::Cancelled`], or an IO error.
+/// [`FsError::ListingMemory`] beyond `memory` bytes, [`FsError::Cancelled`], or an IO error.
 pub(super) fn read_page(
     path: &Path,
     fields: ListingFields,
     page: &ListingPage,
+    memory: usize,
     cancelled: CancelCheck<'_>,
 ) -> Result<Directory, FsError> {
     let directory = open_directory(path)?;
     let mut names = DirectoryListing::default();
-    let is_later = |name: &[u8], _| page.is_after(name);
     // One name more than the limit shows whether there is another page.
-    read_first(&directory, page.limit + 1, cancelled, is_later, &mut names)
+    let limits = NameLimits {
+        count: page.limit + 1,
+        least: page.limit + 1,
+        memory,
+    };
+    let types = ListedTypes::All;
+    let after = Some(&*page.after);
+    read_after(&directory, after, types, limits, cancelled, &mut names)
         .map_err(|error| error.at(path))?;
     let mut found = Directory::default();
     if names.len() > page.limit {
@@ -435,16 +501,32 @@ pub(super) fn read_page(
     Ok(found)
 }
 
+/// Limits of the names that are read from one directory.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct NameLimits {
+    /// Names to keep.
+    pub(super) count: usize,
+    /// Names to keep even if they need much memory.
+    pub(super) least: usize,
+    /// Bytes of memory for them; more names end the reading with an error.
+    pub(super) memory: usize,
+}
+
 /// Adds the first wanted names in a directory, at most `count` in the order of [`DirectoryListing::sort`],
 /// to `names`. Keeps the names read so far when it fails.
 pub(super) fn read_first(
     directory: impl AsFd,
-    count: usize,
+    limits: NameLimits,
     cancelled: CancelCheck<'_>,
     is_wanted: impl Fn(&[u8], EntryType) -> bool,
     names: &mut DirectoryListing,
 ) -> Result<(), ReadError> {
-    let read = each_name(directory, cancelled, |_, name, kind| {
+    /// Bytes of memory above which fewer names are kept.
+    const MANY_BYTES: usize = 8 << 20;
+    let (mut count, memory) = (limits.count, limits.memory);
+    let is_full = AtomicBool::new(false);
+    let stop = || cancelled() || is_full.load(atomic::Ordering::Relaxed);
+    let read = each_name(directory, &stop, |_, name, kind| {
         let name = name.to_bytes();
         if !is_wanted(name, kind) {
             return;
@@ -454,8 +536,18 @@ pub(super) fn read_first(
         if names.len() >= count.saturating_mul(2) {
             names.keep_first(count);
         }
+        while names.memory() > MANY_BYTES && count > limits.least {
+            count = (count / 2).max(limits.least);
+            names.keep_first(count);
+        }
+        if names.memory() > memory {
+            is_full.store(true, atomic::Ordering::Relaxed);
+        }
     });
     names.keep_first(count);
+    if is_full.into_inner() {
+        return Err(ReadError::Memory(memory));
+    }
     read
 }
 
@@ -707,9 +799,10 @@ mod tests {
         symlink("d", dir.path().join("ld")).unwrap();
         symlink("f", dir.path().join("lf")).unwrap();
         symlink("nowhere", dir.path().join("dangling")).unwrap();
-        let mut listing = read_directory(dir.path(), ListingFields::default(), &|| false)
-            .unwrap()
-            .names;
+        let mut listing =
+            read_directory(dir.path(), ListingFields::default(), usize::MAX, &|| false)
+                .unwrap()
+                .names;
         listing.sort();
         let found: Vec<_> = listing
             .iter()
@@ -753,7 +846,8 @@ mod tests {
             };
             let mut seen: Vec<Vec<u8>> = Vec::new();
             loop {
-                let found = read_page(dir.path(), fields(with_links), &page, &|| false).unwrap();
+                let found = read_page(dir.path(), fields(with_links), &page, usize::MAX, &|| false)
+                    .unwrap();
                 assert!(found.len() <= limit);
                 let mut names: Vec<_> = found
                     .entries()

@@ -10,6 +10,7 @@ mod content;
 mod directory;
 mod file;
 mod gitignore;
+mod kept_names;
 mod metadata;
 mod open;
 mod page;
@@ -30,7 +31,7 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use cached::{metadata_at_once, read_at_once, record_filesystem};
 pub use call::FileOutcome;
-pub(crate) use call::{check, links, native, perform};
+pub(crate) use call::{check, links, native, perform, perform_within};
 use directory::read_page;
 pub use directory::{
     Directory, DirectoryListing, EntryType, ListingFields, MAX_DIRECTORY_ENTRIES, canonicalize,
@@ -38,6 +39,7 @@ pub use directory::{
 };
 pub use file::{OpenFile, hash, open_file, read_at, readable_size, write_file};
 pub(crate) use file::{TransferredFile, open_sized, rename_into_place};
+pub use kept_names::kept_names_bytes;
 pub(crate) use metadata::entry;
 pub use metadata::{
     NewAttributes, PathMetadata, create_symlink, hard_link, metadata, set_metadata,
@@ -129,6 +131,9 @@ pub enum FsError {
          environment or descriptors of a process"
     )]
     Protected(#[serde(with = "wire::path")] PathBuf),
+    /// The names of a listing need more memory than the requester allows.
+    #[error("the names of the listing need more than {0} bytes of memory")]
+    ListingMemory(usize),
     /// The requester cancelled the operation.
     #[error("cancelled")]
     Cancelled,

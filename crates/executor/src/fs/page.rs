@@ -8,7 +8,6 @@ use exec_server_protocol::chunk::{ByteChunk, encode_into};
 use exec_server_protocol::limits::{MAX_CURSOR_BYTES, MAX_PAGE_ENTRIES};
 
 use super::FsError;
-use super::directory::order;
 
 /// One page of a listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,11 +41,6 @@ impl ListingPage {
             })?,
         };
         Ok(Some(Self { limit, after }))
-    }
-
-    /// Whether a name in the listed directory comes after the cursor.
-    pub(super) fn is_after(&self, name: &[u8]) -> bool {
-        self.after.is_empty() || order(name, &self.after).is_gt()
     }
 }
 

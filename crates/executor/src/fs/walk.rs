@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 pub(super) use self::pages::walk_page;
-use super::directory::{DirectoryListing, EntryType, ReadError, read_first};
+use super::directory::{DirectoryListing, EntryType, NameLimits, ReadError, read_first};
 use super::open::{file_type, open};
 use super::{CancelCheck, FsError, SymlinkPolicy, at, check_cancelled};
 
@@ -98,6 +98,24 @@ impl Walked {
         }
     }
 
+    /// The entries from the given one on: the index of a directory in
+    /// [`directories`](Self::directories), and of an entry in it. Each entry comes with the index of
+    /// the one after it.
+    pub fn entries_from(
+        &self,
+        (group, entry): (usize, usize),
+    ) -> impl Iterator<Item = (&Path, &OsStr, WalkKind, (usize, usize))> {
+        let groups = self.groups.iter().enumerate().skip(group);
+        groups.flat_map(move |(at, one)| {
+            let first = if at == group { entry } else { 0 };
+            let found = one.found.iter().enumerate().skip(first);
+            found.map(move |(index, (name, kind))| {
+                let next = (at, index + 1);
+                (&*one.directory, name, walk_kind(kind), next)
+            })
+        })
+    }
+
     /// Adds an entry after those found before it.
     fn push(&mut self, directory: &Path, name: &OsStr, kind: EntryType) {
         if self
@@ -130,12 +148,17 @@ impl Walked {
         &self,
     ) -> impl Iterator<Item = (&Path, impl Iterator<Item = (&OsStr, WalkKind)>)> {
         self.groups.iter().map(|group| {
-            let found = group.found.iter().map(|(name, kind)| match kind {
-                EntryType::Directory => (name, WalkKind::Directory),
-                _ => (name, WalkKind::File),
-            });
+            let found = group.found.iter();
+            let found = found.map(|(name, kind)| (name, walk_kind(kind)));
             (group.directory.as_path(), found)
         })
+    }
+}
+
+fn walk_kind(kind: EntryType) -> WalkKind {
+    match kind {
+        EntryType::Directory => WalkKind::Directory,
+        _ => WalkKind::File,
     }
 }
 
@@ -146,10 +169,12 @@ impl Walked {
 ///
 /// # Errors
 ///
-/// When a limit is out of range, the root is missing, or the walk is cancelled.
+/// When a limit is out of range, the root is missing, the walk is cancelled, or
+/// [`FsError::ListingMemory`] if the result needs more than `memory` bytes.
 pub fn walk(
     root: &Path,
     options: WalkOptions,
+    memory: usize,
     cancelled: CancelCheck<'_>,
 ) -> Result<Walked, FsError> {
     check_bounds(&options)?;
@@ -168,7 +193,8 @@ pub fn walk(
         seen: HashSet::new(),
         entered: 0,
         examined: 0,
-        budget: WalkBudget::default(),
+        budget: WalkBudget::within(memory),
+        memory,
     };
     if file_type(&found) == FileType::Directory {
         walker.queue.push_back((root.to_owned(), 0));
@@ -180,6 +206,7 @@ pub fn walk(
             break;
         }
     }
+    walker.budget.check(memory)?;
     Ok(walker.walked)
 }
 
@@ -214,24 +241,41 @@ fn is_pruned(options: &WalkOptions, name: &[u8]) -> bool {
 }
 
 /// Bytes that the result may still use.
-struct WalkBudget(usize);
-
-impl Default for WalkBudget {
-    fn default() -> Self {
-        Self(BUDGET_BYTES)
-    }
+struct WalkBudget {
+    left: usize,
+    /// An item did not fit.
+    is_exceeded: bool,
 }
 
 impl WalkBudget {
+    /// The budget of a walk whose requester allows this many bytes of memory.
+    fn within(memory: usize) -> Self {
+        Self {
+            left: memory.min(BUDGET_BYTES),
+            is_exceeded: false,
+        }
+    }
+
+    /// Fails if an item did not fit that the usual budget has room for.
+    fn check(&self, memory: usize) -> Result<(), FsError> {
+        match self.is_exceeded && memory < BUDGET_BYTES {
+            true => Err(FsError::ListingMemory(memory)),
+            false => Ok(()),
+        }
+    }
+
     /// Takes the size of an item with a text of this length from the budget; false if it does not
     /// fit.
     fn charge(&mut self, bytes: usize) -> bool {
-        match self.0.checked_sub(bytes + ITEM_BYTES) {
+        match self.left.checked_sub(bytes + ITEM_BYTES) {
             Some(rest) => {
-                self.0 = rest;
+                self.left = rest;
                 true
             }
-            None => false,
+            None => {
+                self.is_exceeded = true;
+                false
+            }
         }
     }
 }
@@ -247,6 +291,8 @@ struct Walker<'a> {
     entered: usize,
     examined: usize,
     budget: WalkBudget,
+    /// Bytes of memory for the names of one directory.
+    memory: usize,
 }
 
 impl Walker<'_> {
@@ -273,11 +319,16 @@ impl Walker<'_> {
         self.entered += 1;
 
         // One name more than allowed shows whether there are more.
-        let wanted = self.options.max_entries - self.examined + 1;
+        let limits = NameLimits {
+            count: self.options.max_entries - self.examined + 1,
+            least: self.options.max_entries - self.examined + 1,
+            memory: self.memory,
+        };
         let mut names = DirectoryListing::default();
-        match read_first(&fd, wanted, self.cancelled, |_, _| true, &mut names) {
+        match read_first(&fd, limits, self.cancelled, |_, _| true, &mut names) {
             Ok(()) => {}
             Err(ReadError::Cancelled) => return Err(FsError::Cancelled),
+            Err(ReadError::Memory(limit)) => return Err(FsError::ListingMemory(limit)),
             Err(ReadError::Io(error)) => {
                 if !self.failed(directory.clone(), error) {
                     return Ok(false);
@@ -354,7 +405,7 @@ mod tests {
     };
 
     fn found(root: &Path, options: WalkOptions) -> (Vec<String>, bool) {
-        let walked = walk(root, options, &|| false).unwrap();
+        let walked = walk(root, options, usize::MAX, &|| false).unwrap();
         assert!(walked.errors.is_empty(), "{:?}", walked.errors);
         let mut paths = Vec::new();
         for (directory, entries) in walked.directories() {
@@ -473,9 +524,9 @@ mod tests {
         symlink(".", dir.path().join("link")).unwrap();
         assert_eq!(found(&dir.path().join("f"), ALL), (vec![], false));
         assert_eq!(found(&dir.path().join("link"), ALL), (vec![], false));
-        assert!(walk(&dir.path().join("no"), ALL, &|| false).is_err());
+        assert!(walk(&dir.path().join("no"), ALL, usize::MAX, &|| false).is_err());
         assert!(matches!(
-            walk(dir.path(), ALL, &|| true),
+            walk(dir.path(), ALL, usize::MAX, &|| true),
             Err(FsError::Cancelled)
         ));
     }

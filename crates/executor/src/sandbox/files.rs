@@ -152,13 +152,29 @@ impl PolicyFiles {
         request: FsRequest,
         cancelled: CancelCheck<'_>,
     ) -> Result<FileOutcome, FsError> {
+        self.call_within(request, usize::MAX, cancelled)
+    }
+
+    /// As [`PolicyFiles::call`]. In this process, a listing that needs more than `memory` bytes
+    /// fails with [`FsError::ListingMemory`]; in a helper it uses the memory of the helper, and
+    /// their number is bounded.
+    ///
+    /// # Errors
+    ///
+    /// As [`PolicyFiles::call`].
+    pub fn call_within(
+        &self,
+        request: FsRequest,
+        memory: usize,
+        cancelled: CancelCheck<'_>,
+    ) -> Result<FileOutcome, FsError> {
         let Some(HelperWork { confined, key }) = self.work()? else {
             let learnt = match &request {
                 FsRequest::ReadFile(params) if self.is_direct() => params.path.to_native().ok(),
                 FsRequest::GetMetadata(params) if self.is_direct() => params.path.to_native().ok(),
                 _ => None,
             };
-            let answer = fs::perform(request, cancelled);
+            let answer = fs::perform_within(request, memory, cancelled);
             if let Some(path) = learnt {
                 fs::record_filesystem(&path);
             }

@@ -23,6 +23,7 @@ use exec_server_sync::Mutex;
 use rustix::process::Pid;
 
 use super::{Leaders, TAG_RESOURCE, TreeTag};
+use crate::{local_clients, proc_inspect};
 use exec_server_sys::{probe, rlimit};
 
 /// Pids below the latest one that are read again: a process gets its pid a moment before it becomes
@@ -45,7 +46,7 @@ const SHORTEST_START: (Duration, Duration) = (Duration::from_micros(5), Duration
 /// Maximum number of times that a process is read again because its parent ended meanwhile.
 const MAX_REREADS: usize = 8;
 
-/// Number of reads of the table by this program.
+/// Number of reads of the table, and of other parts of `/proc`, by this program.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TableReads {
@@ -53,6 +54,12 @@ pub struct TableReads {
     pub scans: u64,
     /// Reads of only the processes that were started since the last read.
     pub updates: u64,
+    /// Reads of the children of this program.
+    pub children: u64,
+    /// Reads of a table of listening sockets.
+    pub socket_tables: u64,
+    /// Reads of the sockets of all processes.
+    pub socket_holders: u64,
 }
 
 static SCANS: AtomicU64 = AtomicU64::new(0);
@@ -63,6 +70,9 @@ pub fn table_reads() -> TableReads {
     TableReads {
         scans: SCANS.load(Ordering::Relaxed),
         updates: UPDATES.load(Ordering::Relaxed),
+        children: super::children_reads(),
+        socket_tables: proc_inspect::socket_table_reads(),
+        socket_holders: local_clients::holder_reads(),
     }
 }
 

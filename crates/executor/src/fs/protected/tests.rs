@@ -190,7 +190,11 @@ fn secrets_are_out_of_reach_of_every_operation_under_every_name() {
     let free = secrets.path("free");
     for directory in ["etc/state", "etc/state/deep", "to-state/deep"] {
         let path = secrets.path(directory);
-        assert_refused("list", &path, read_directory(&path, LISTING, NO).map(drop));
+        assert_refused(
+            "list",
+            &path,
+            read_directory(&path, LISTING, usize::MAX, NO).map(drop),
+        );
         let new = path.join("new");
         assert_refused(
             "create",
@@ -242,7 +246,7 @@ fn trees_with_secrets_are_listed_and_searched_without_them() {
         follow_directory_symlinks: true,
         prune_hidden_directories: false,
     };
-    let walked = walk(&secrets.path(""), options, NO).unwrap();
+    let walked = walk(&secrets.path(""), options, usize::MAX, NO).unwrap();
     for (directory, mut entries) in walked.directories() {
         assert!(!directory.ends_with("state"));
         assert!(entries.all(|(name, _)| name != "identity"));
@@ -376,7 +380,11 @@ fn entries_of_this_process_in_proc_are_out_of_reach() {
         }
         for name in ["", "fd", "fdinfo", "root", "cwd", "ns", "root/etc"] {
             let path = Path::new(&base).join(name);
-            assert_refused("list", &path, read_directory(&path, LISTING, NO).map(drop));
+            assert_refused(
+                "list",
+                &path,
+                read_directory(&path, LISTING, usize::MAX, NO).map(drop),
+            );
             assert_refused("canonicalize", &path, canonicalize(&path).map(drop));
         }
         for name in ["exe", "fd/0", "root/etc/passwd"] {

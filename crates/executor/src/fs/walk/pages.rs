@@ -11,7 +11,8 @@ use exec_server_protocol::fs::WalkOptions;
 use rustix::fs::FileType;
 use rustix::io::Errno;
 
-use super::super::directory::{DirectoryListing, EntryType, ReadError, order, read_first};
+use super::super::directory::{DirectoryListing, EntryType, NameLimits, ReadError};
+use super::super::kept_names::{ListedTypes, read_after};
 use super::super::open::file_type;
 use super::super::page::{ListingPage, cursor};
 use super::super::{CancelCheck, FsError, at, check_cancelled};
@@ -25,6 +26,7 @@ pub(in crate::fs) fn walk_page(
     root: &Path,
     options: WalkOptions,
     page: &ListingPage,
+    memory: usize,
     cancelled: CancelCheck<'_>,
 ) -> Result<Walked, FsError> {
     check_bounds(&options)?;
@@ -38,12 +40,14 @@ pub(in crate::fs) fn walk_page(
         last: page.after.clone(),
         listed: 0,
         entered: 0,
-        budget: WalkBudget::default(),
+        budget: WalkBudget::within(memory),
+        memory,
     };
     if file_type(&found) != FileType::Directory {
         return Ok(walker.walked);
     }
     let is_last = walker.resume(root)? && walker.list()?;
+    walker.budget.check(memory)?;
     if !is_last {
         walker.walked.next = Some(cursor(&walker.last));
     }
@@ -63,6 +67,8 @@ struct PageWalker<'a> {
     listed: usize,
     entered: usize,
     budget: WalkBudget,
+    /// Bytes of memory for the names of one directory.
+    memory: usize,
 }
 
 /// A directory being listed.
@@ -200,13 +206,16 @@ impl PageWalker<'_> {
             }
         };
         let mut names = DirectoryListing::default();
-        let is_wanted = |name: &[u8], kind| {
-            matches!(kind, EntryType::Directory | EntryType::File)
-                && after.is_none_or(|after| order(name, after).is_gt())
+        let limits = NameLimits {
+            count: room + 1,
+            least: room + 1,
+            memory: self.memory,
         };
-        match read_first(&fd, room + 1, self.cancelled, is_wanted, &mut names) {
+        let types = ListedTypes::DirectoriesAndFiles;
+        match read_after(&fd, after, types, limits, self.cancelled, &mut names) {
             Ok(()) => {}
             Err(ReadError::Cancelled) => return Err(FsError::Cancelled),
+            Err(ReadError::Memory(limit)) => return Err(FsError::ListingMemory(limit)),
             Err(ReadError::Io(error)) => {
                 let path = directory.clone();
                 if !self.walked.fail(path, error, &mut self.budget) {
@@ -214,7 +223,6 @@ impl PageWalker<'_> {
                 }
             }
         }
-        names.sort();
         let mut level = OpenDirectory {
             directory,
             prefix,
@@ -266,7 +274,7 @@ mod tests {
         };
         let mut all = Vec::new();
         loop {
-            let walked = walk_page(root, options, &page, &|| false).unwrap();
+            let walked = walk_page(root, options, &page, usize::MAX, &|| false).unwrap();
             assert!(walked.errors.is_empty() && !walked.truncated);
             let mut paths = Vec::new();
             for (directory, entries) in walked.directories() {
@@ -370,12 +378,12 @@ mod tests {
         };
         // The last entry of the first page is in the directory `a/b/2`, which is replaced by a link
         // to another directory.
-        let first = walk_page(directory.path(), ALL, &page, &|| false).unwrap();
+        let first = walk_page(directory.path(), ALL, &page, usize::MAX, &|| false).unwrap();
         page.after = b"a/b".to_vec();
         assert_eq!(first.next, Some(cursor(&page.after)));
         fs::remove_dir_all(directory.path().join("a")).unwrap();
         symlink("/etc", directory.path().join("a")).unwrap();
-        let second = walk_page(directory.path(), ALL, &page, &|| false).unwrap();
+        let second = walk_page(directory.path(), ALL, &page, usize::MAX, &|| false).unwrap();
         let names: Vec<_> = second
             .directories()
             .flat_map(|(_, entries)| entries.map(|(name, _)| name.to_owned()))
@@ -404,7 +412,8 @@ mod tests {
             last: Vec::new(),
             listed: 0,
             entered: 0,
-            budget: WalkBudget::default(),
+            budget: WalkBudget::within(usize::MAX),
+            memory: usize::MAX,
         };
         assert!(walker.resume(directory.path()).unwrap());
         assert!(!walker.list().unwrap());
@@ -428,7 +437,7 @@ mod tests {
             let mut page = ListingPage { limit, after: Vec::new() };
             let (mut seen, mut coming) = (HashSet::new(), coming.into_iter());
             loop {
-                let walked = walk_page(directory.path(), ALL, &page, &|| false).unwrap();
+                let walked = walk_page(directory.path(), ALL, &page, usize::MAX, &|| false).unwrap();
                 for (parent, entries) in walked.directories() {
                     for (name, _) in entries {
                         let path = parent.join(name);
