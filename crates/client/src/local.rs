@@ -258,10 +258,9 @@ impl LocalProcess {
         // This loop may never have to wait, so it yields: otherwise the caller could starve the
         // task of the process.
         tokio::task::coop::consume_budget().await;
-        if let Some(result) = requests::read_now(&self.process, after_seq, max_bytes, wait) {
-            return result;
+        if !requests::is_read_ready(&self.process, after_seq, wait) {
+            requests::wait_for_new_data(&self.process, after_seq, wait).await;
         }
-        requests::wait_for_new_data(&self.process, after_seq, wait).await;
         requests::read(&self.process, after_seq, max_bytes)
     }
 }

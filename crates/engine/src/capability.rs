@@ -7,6 +7,8 @@
 use std::collections::VecDeque;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use exec_server_executor::fs::{CancelCheck, FileOutcome, FsError, Walked};
 use exec_server_executor::sandbox::files::{FileIntent, PolicyFiles};
@@ -26,18 +28,21 @@ use crate::{ApiError, Engine};
 /// Warnings about one root. A tree of unreadable directories does not need thousands of them.
 const MAX_WARNINGS: usize = 100;
 
+/// Check before a file of this size is read; false if there is no memory for its content.
+pub type MemoryCheck = Arc<dyn Fn(usize) -> bool + Send + Sync>;
+
 /// A validated request to discover capabilities.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Discovery {
     roots: Vec<Root>,
 }
 
 /// A root, and how its files are accessed or why that is not possible.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Root {
     id: String,
     path: PathUri,
-    files: Result<PolicyFiles, FsError>,
+    files: Result<PolicyFiles, String>,
 }
 
 /// Plugins and skills of all roots of a request.
@@ -66,7 +71,10 @@ impl Engine {
             .map(|RootParams { id, path, sandbox }| Root {
                 id,
                 path,
-                files: self.executor.files(sandbox, FileIntent::Read),
+                files: self
+                    .executor
+                    .files(sandbox, FileIntent::Read)
+                    .map_err(|error| error.to_string()),
             })
             .collect();
         Ok(Discovery { roots })
@@ -74,13 +82,26 @@ impl Engine {
 }
 
 impl Discovery {
+    /// Upper bound of the memory that the results need.
+    pub const MOST_BYTES: usize = MAX_ANSWER_BYTES + MAX_ROOT_BYTES;
+
     /// Discovers the capabilities. `spawn` runs a job that blocks on a thread of its choice;
-    /// `cancelled` stops running jobs.
+    /// `cancelled` stops running jobs. Returns `None` if `memory` has refused the content of a file.
     pub async fn run(
         self,
         spawn: impl Fn(Box<dyn FnOnce() + Send>),
         cancelled: impl Fn() -> bool + Clone + Send + Sync + 'static,
-    ) -> Discovered {
+        memory: MemoryCheck,
+    ) -> Option<Discovered> {
+        let is_refused = Arc::new(AtomicBool::new(false));
+        let refused = Arc::clone(&is_refused);
+        let memory: MemoryCheck = Arc::new(move |bytes| {
+            let has_room = !refused.load(Ordering::Relaxed) && memory(bytes);
+            if !has_room {
+                refused.store(true, Ordering::Relaxed);
+            }
+            has_room
+        });
         let mut waiting = self.roots.into_iter();
         let mut running: VecDeque<Running> = VecDeque::new();
         let (mut roots, mut bytes) = (Vec::with_capacity(waiting.len()), 0);
@@ -89,11 +110,15 @@ impl Discovery {
             // running.
             let room = PARALLEL_ROOTS - running.len();
             let next = waiting.by_ref().take(room);
-            running.extend(next.map(|root| root.start(&spawn, cancelled.clone())));
+            running.extend(next.map(|root| root.start(&spawn, cancelled.clone(), &memory)));
             let Some(next) = running.pop_front() else {
-                return Discovered { roots, bytes };
+                return Some(Discovered { roots, bytes });
             };
             let mut found = next.found().await;
+            if is_refused.load(Ordering::Relaxed) {
+                // Jobs that are still running end at their next file.
+                return None;
+            }
             if bytes + size(&found) > MAX_ANSWER_BYTES {
                 found = DiscoveredRoot::empty(found.id, found.path);
                 found.error = Some(format!(
@@ -120,21 +145,23 @@ impl Root {
         self,
         spawn: &impl Fn(Box<dyn FnOnce() + Send>),
         cancelled: impl Fn() -> bool + Send + Sync + 'static,
+        memory: &MemoryCheck,
     ) -> Running {
         let Self { id, path, files } = self;
         let mut failed = DiscoveredRoot::empty(id.clone(), path.clone());
         let files = match files {
             Ok(files) => files,
             Err(error) => {
-                failed.error = Some(error.to_string());
+                failed.error = Some(error);
                 let outcome = None;
                 return Running { failed, outcome };
             }
         };
         failed.error = Some("looking at it failed".to_owned());
         let (done, outcome) = oneshot::channel();
+        let memory = Arc::clone(memory);
         spawn(Box::new(move || {
-            let found = discover(&files, id, path, &cancelled);
+            let found = discover(&files, id, path, &cancelled, &*memory);
             let _ = done.send(found);
         }));
         Running {
@@ -179,8 +206,9 @@ pub(crate) fn discover(
     id: String,
     path: PathUri,
     cancelled: CancelCheck<'_>,
+    memory: &dyn Fn(usize) -> bool,
 ) -> DiscoveredRoot {
-    search(files, id, path, cancelled, None)
+    search(files, id, path, (cancelled, memory), None)
 }
 
 /// As [`discover`], for an installed plugin: its apps are in a file of their own by default.
@@ -189,14 +217,17 @@ pub(crate) fn discover_installed(
     path: PathUri,
     cancelled: CancelCheck<'_>,
 ) -> DiscoveredRoot {
-    search(files, String::new(), path, cancelled, Some(APPS_CONFIG))
+    // The caller bounds the number of plugins.
+    let memory: &dyn Fn(usize) -> bool = &|_| true;
+    let apps = Some(APPS_CONFIG);
+    search(files, String::new(), path, (cancelled, memory), apps)
 }
 
 fn search(
     files: &PolicyFiles,
     id: String,
     path: PathUri,
-    cancelled: CancelCheck<'_>,
+    (cancelled, memory): (CancelCheck<'_>, &dyn Fn(usize) -> bool),
     default_apps: Option<&'static str>,
 ) -> DiscoveredRoot {
     let mut found = DiscoveredRoot::empty(id, path);
@@ -205,6 +236,7 @@ fn search(
             files,
             root,
             cancelled,
+            memory,
             default_apps,
             left: MAX_ROOT_BYTES,
             unsaid: 0,
@@ -229,6 +261,8 @@ struct CapabilitySearch<'a> {
     files: &'a PolicyFiles,
     root: PathBuf,
     cancelled: CancelCheck<'a>,
+    /// Called before a file is read.
+    memory: &'a dyn Fn(usize) -> bool,
     /// File of a plugin's apps if its manifest names none.
     default_apps: Option<&'static str>,
     /// Bytes that may still be read.
@@ -434,8 +468,14 @@ impl CapabilitySearch<'_> {
                 return Ok(None);
             }
         };
+        // Memory is taken before the file is read: many roots are searched at the same time.
+        let size = file.metadata().map_or(u64::MAX, |found| found.len());
+        let size = usize::try_from(size).map_or(MAX_FILE_BYTES, |size| size.min(MAX_FILE_BYTES));
+        if !(self.memory)(size + 256) {
+            return Err("no memory for its files".to_owned());
+        }
         // The file may grow while it is read, so the read is bounded.
-        let mut bytes = Vec::new();
+        let mut bytes = Vec::with_capacity(size + 1);
         if let Err(error) = file.take(MAX_FILE_BYTES as u64 + 1).read_to_end(&mut bytes) {
             self.warn(format!("failed to read capability file {uri}: {error}"));
             return Ok(None);

@@ -98,7 +98,7 @@ fn list(files: &PolicyFiles, home: &Path, cancelled: CancelCheck<'_>) -> Catalog
     if let Ok(path) = PathUri::from_native(&root)
         && exists(files, &path, cancelled)
     {
-        let found = discover(files, String::new(), path.clone(), cancelled);
+        let found = discover(files, String::new(), path.clone(), cancelled, &|_| true);
         let mut incomplete = is_incomplete(&found);
         let (skills, broken) = described(&found.skills, |skill| {
             skill.discovery_root = Some(SkillRoot {

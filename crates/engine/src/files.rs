@@ -11,7 +11,8 @@ use std::time::Duration;
 use exec_server_executor::fs::CancelCheck;
 pub use exec_server_executor::fs::watch::{MissingPathWait, WatchHub, WatchSubscription};
 pub use exec_server_executor::fs::{
-    Directory, EntryType, FileOutcome, FsError, OpenFile, Walked, read_at, readable_size,
+    Directory, EntryType, FileOutcome, FsError, OpenFile, Walked, kept_names_bytes, read_at,
+    readable_size,
 };
 pub use exec_server_executor::sandbox::files::ConfinedRead;
 use exec_server_executor::sandbox::files::{FileIntent, PolicyFiles};
@@ -57,6 +58,22 @@ impl FileCall {
     /// The error of the operation, or the reason why the policy cannot be enforced.
     pub fn run(self, cancelled: CancelCheck<'_>) -> Result<FileOutcome, ApiError> {
         Ok(self.files.call(self.request, cancelled)?)
+    }
+
+    /// Runs a listing; returns `None` if its names need more than `memory` bytes. May block.
+    ///
+    /// # Errors
+    ///
+    /// As [`FileCall::run`].
+    pub fn run_within(
+        self,
+        memory: usize,
+        cancelled: CancelCheck<'_>,
+    ) -> Result<Option<FileOutcome>, ApiError> {
+        match self.files.call_within(self.request, memory, cancelled) {
+            Err(FsError::ListingMemory(_)) => Ok(None),
+            outcome => Ok(Some(outcome?)),
+        }
     }
 }
 

@@ -7,6 +7,7 @@ pub use exec_server_executor::process::{
     InputWriteResult, Process, SignalRecipients, TerminationMethod, end_all, table_reads,
 };
 use exec_server_executor::{PtySize, report, signal as signals};
+use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::process::{
     ListedProcess, ReadResult, SignalName, SignalScope, SnapshotResult, Survivor, TerminateMode,
@@ -16,17 +17,55 @@ use exec_server_protocol::process::{
 use crate::ApiError;
 use crate::start::ProcessInfo;
 
-/// Returns a `process/read` result, unless the read has to wait for output first.
-pub fn read_now(
-    process: &Process,
-    after_seq: u64,
-    max_bytes: Option<usize>,
-    wait: Duration,
-) -> Option<ReadResult> {
-    process.with_log(|log| {
-        (wait.is_zero() || report::has_new_data(log, after_seq))
-            .then(|| report::read(log, after_seq, max_bytes))
-    })
+/// Whether a `process/read` has a result now, without waiting.
+pub fn is_read_ready(process: &Process, after_seq: u64, wait: Duration) -> bool {
+    wait.is_zero() || process.with_log(|log| report::has_new_data(log, after_seq))
+}
+
+/// Bytes of a response in addition to its output.
+const RESPONSE_BYTES: usize = 4096;
+
+/// Bytes of a chunk in a response in addition to its output.
+const CHUNK_BYTES: usize = 96;
+
+/// Upper bounds of the memory that a response with output needs, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OutputMemory {
+    /// If it is encoded at once.
+    pub whole: usize,
+    /// If it is encoded in pieces: the output itself, which its log may forget meanwhile.
+    pub output: usize,
+}
+
+/// Returns the memory that a `process/read` needs.
+pub fn read_memory(process: &Process, after_seq: u64, max_bytes: Option<usize>) -> OutputMemory {
+    /// Largest chunk: a read always returns at least one.
+    const LARGEST_CHUNK: usize = 64 * 1024;
+    let (bytes, entries) = process.with_log(|log| log.size_after(after_seq));
+    let most = max_bytes.map_or(usize::MAX, |most| most.max(LARGEST_CHUNK));
+    let (bytes, entries) = (bytes.min(most), entries * CHUNK_BYTES);
+    OutputMemory {
+        whole: encoded_len(bytes) + entries + RESPONSE_BYTES,
+        output: bytes + entries,
+    }
+}
+
+/// Returns the memory that a `process/snapshot` needs.
+pub fn snapshot_memory(process: &Process, max_bytes: Option<u64>) -> OutputMemory {
+    let bytes = process.with_log(|log| log.cut_bytes(max_bytes));
+    OutputMemory {
+        whole: bytes + encoded_len(bytes) + RESPONSE_BYTES,
+        output: bytes,
+    }
+}
+
+/// Upper bound of the memory that the entry of a process in `process/list` needs.
+pub fn listed_bytes(info: &ProcessInfo) -> usize {
+    /// JSON escapes a byte as at most six.
+    const ESCAPED: usize = 6;
+    let texts = info.argv.iter().map(String::len).sum::<usize>() + info.process_id.len();
+    let arguments = info.argv.len() * size_of::<String>();
+    texts * (1 + ESCAPED) + arguments + info.cwd.as_str().len() * 2 + RESPONSE_BYTES / 4
 }
 
 /// Waits for an event of the process after `after_seq`, at most for `wait`.

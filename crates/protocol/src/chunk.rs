@@ -188,7 +188,16 @@ fn find_by_scan<'a>(raw: &'a [u8], name: &str) -> Option<&'a [u8]> {
 
 impl Serialize for ByteChunk {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(&STANDARD.encode(&self.0))
+        // Output may be large, and the failure of an allocation must not end the process.
+        let mut text = Vec::new();
+        if text.try_reserve_exact(encoded_len(self.0.len())).is_err() {
+            return Err(<S::Error as serde::ser::Error>::custom(
+                "no memory for base64 text",
+            ));
+        }
+        encode_into(&self.0, &mut text);
+        let text = std::str::from_utf8(&text).map_err(<S::Error as serde::ser::Error>::custom)?;
+        serializer.serialize_str(text)
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::borrow::Cow;
 use std::fmt;
+use std::io;
 
 use serde::de::{self, Deserializer, Error as _, Visitor};
 use serde::{Deserialize, Serialize};
@@ -278,7 +279,7 @@ pub fn encode_notification(
 ///
 /// `result` cannot be represented in JSON.
 pub fn encode_response(
-    out: &mut Vec<u8>,
+    out: impl io::Write,
     id: &RequestId,
     result: &impl Serialize,
 ) -> serde_json::Result<()> {
@@ -296,7 +297,7 @@ pub fn encode_response(
 ///
 /// The error's data cannot be represented in JSON.
 pub fn encode_error(
-    out: &mut Vec<u8>,
+    out: impl io::Write,
     id: &RequestId,
     error: &ErrorObject,
 ) -> serde_json::Result<()> {

@@ -55,6 +55,8 @@ pub(crate) enum Overdraft {
 #[derive(Debug)]
 pub(crate) struct MemoryBudget {
     total: AtomicUsize,
+    /// Bytes of caches that count against the budget, up to a quarter of it.
+    caches: fn() -> usize,
     excess: Overdraft,
     state: Mutex<BudgetState>,
 }
@@ -124,8 +126,14 @@ fn now() -> u64 {
 
 impl MemoryBudget {
     pub(crate) fn new(total: usize, excess: Overdraft) -> Arc<Self> {
+        Self::with_caches(total, excess, || 0)
+    }
+
+    /// A budget against which the bytes of caches count, too.
+    pub(crate) fn with_caches(total: usize, excess: Overdraft, caches: fn() -> usize) -> Arc<Self> {
         Arc::new(Self {
             total: AtomicUsize::new(total),
+            caches,
             excess,
             state: Mutex::default(),
         })
@@ -171,7 +179,8 @@ impl MemoryBudget {
     }
 
     fn total(&self) -> usize {
-        self.total.load(Ordering::Relaxed)
+        let total = self.total.load(Ordering::Relaxed);
+        total - (self.caches)().min(total / 4)
     }
 
     /// Whether this account may take `bytes` more.
@@ -363,7 +372,11 @@ impl BudgetAccount {
                 Ok(Ok(share)) => return share,
                 // The sender is dropped only after it was used.
                 Ok(Err(_)) => return self.hold(&mut self.budget.state(), bytes),
-                Err(_) => self.budget.end_stalled(),
+                Err(_) => {
+                    // Caches may have become smaller.
+                    self.budget.grant(self.budget.state());
+                    self.budget.end_stalled();
+                }
             }
         }
     }
@@ -569,6 +582,22 @@ mod tests {
         assert!(is_ready(&mut first).await.is_none());
         drop((granted, held));
         assert!(is_ready(&mut first).await.is_some());
+    }
+
+    #[test]
+    fn caches_count_up_to_a_quarter_of_the_budget() {
+        let taken = |caches| {
+            let budget = MemoryBudget::with_caches(16 * MIB, Overdraft::Refused, caches);
+            let (one, _) = account(&budget, "a");
+            std::iter::from_fn(|| one.try_take(MIB))
+                .take(100)
+                .collect::<Vec<_>>()
+                .len()
+        };
+        assert_eq!(
+            [taken(|| 0), taken(|| 2 * MIB), taken(|| 100 * MIB)],
+            [8, 7, 6]
+        );
     }
 
     #[tokio::test]

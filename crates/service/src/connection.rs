@@ -12,11 +12,12 @@ use tokio_util::sync::CancellationToken;
 use crate::ApiError;
 use crate::auth::ClientIdentity;
 use crate::backlog::InputBacklog;
+use crate::counters::LiveObject;
 use crate::files::FileLane;
 use crate::handles::FileHandles;
 use crate::http_requests::HttpRequests;
 use crate::outbox::Outbox;
-use crate::pieces::{FileSource, PIECE_COST};
+use crate::pieces::{PIECE_COST, PieceSource};
 use crate::responder::RequestResponder;
 use crate::searches::ConnectionSearches;
 use crate::server::{ExecServer, SessionLifetime};
@@ -27,6 +28,9 @@ use crate::watches::ConnectionWatches;
 /// Files up to this size (1 MiB) are read completely before they are sent, so that every failure is
 /// reported as an error response.
 const WHOLE_BYTES: u64 = 1 << 20;
+
+/// Responses up to this size need no share of the budget: the queue of the connection bounds them.
+const SMALL_RESPONSE_BYTES: usize = 16 * 1024;
 
 /// State that the tasks of one connection share.
 #[derive(Debug)]
@@ -170,11 +174,28 @@ impl Connection {
     pub(crate) fn send_in_pieces(
         self: &Arc<Self>,
         responder: RequestResponder,
-        source: FileSource,
+        source: Box<dyn PieceSource>,
     ) {
         let connection = Arc::clone(self);
         self.with_room(responder, PIECE_COST, move |responder| {
             responder.send_in_pieces((&connection.lane, &connection.closed), source);
+        });
+    }
+
+    /// Runs `work`, which does not block, as soon as there is memory for a response of about `bytes`:
+    /// at once or in a task.
+    pub(crate) fn with_memory(
+        self: &Arc<Self>,
+        mut responder: RequestResponder,
+        bytes: usize,
+        work: impl FnOnce(RequestResponder) + Send + 'static,
+    ) {
+        if bytes <= SMALL_RESPONSE_BYTES || responder.try_reserve(bytes) {
+            return work(responder);
+        }
+        self.spawn(async move {
+            responder.reserve(bytes).await;
+            work(responder);
         });
     }
 
@@ -207,7 +228,10 @@ impl Connection {
         responder: &mut RequestResponder,
     ) -> Result<WaitingRequest, ApiError> {
         let limit = self.server.config().max_waiting_requests;
-        let waiting = WaitingRequest(Arc::clone(self));
+        let waiting = WaitingRequest {
+            connection: Arc::clone(self),
+            _live: self.server.metrics().live.waiting_requests.object(),
+        };
         if self.waiting.fetch_add(1, Ordering::Relaxed) >= limit {
             let message = format!("limit of {limit} waiting requests per connection reached");
             return Err(ApiError::invalid_request(message));
@@ -221,11 +245,14 @@ impl Connection {
 
 /// A request that waits for an event; counted until this is dropped.
 #[derive(Debug)]
-pub(crate) struct WaitingRequest(Arc<Connection>);
+pub(crate) struct WaitingRequest {
+    connection: Arc<Connection>,
+    _live: LiveObject,
+}
 
 impl Drop for WaitingRequest {
     fn drop(&mut self) {
-        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
+        self.connection.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -3,6 +3,8 @@
 //! [`metrics`](crate::metrics) renders them. Numbers that can be read on demand (sessions,
 //! processes, bytes) have no counter.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use exec_server_engine::log::Exit;
@@ -95,6 +97,58 @@ impl From<AuthError> for RefusalCause {
     }
 }
 
+/// Number of the objects of one kind that exist.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct LiveCounter(Arc<AtomicUsize>);
+
+/// Membership of one object in a [`LiveCounter`]; a field of the object, so that it is counted as
+/// long as it exists.
+#[derive(Debug)]
+pub(crate) struct LiveObject(LiveCounter);
+
+impl LiveCounter {
+    pub(crate) fn object(&self) -> LiveObject {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        LiveObject(self.clone())
+    }
+
+    fn value(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for LiveObject {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Numbers of objects that exist now, by kind.
+#[derive(Debug, Default)]
+pub(crate) struct LiveObjects {
+    pub(crate) watches: LiveCounter,
+    pub(crate) file_handles: LiveCounter,
+    pub(crate) waiting_requests: LiveCounter,
+    pub(crate) server_requests: LiveCounter,
+    pub(crate) http_requests: LiveCounter,
+    pub(crate) relay_streams: LiveCounter,
+}
+
+impl LiveObjects {
+    /// Each kind with its number.
+    pub(crate) fn all(&self) -> [(&'static str, usize); 6] {
+        [
+            ("watches", &self.watches),
+            ("file_handles", &self.file_handles),
+            ("waiting_requests", &self.waiting_requests),
+            ("server_requests", &self.server_requests),
+            ("http_requests", &self.http_requests),
+            ("relay_streams", &self.relay_streams),
+        ]
+        .map(|(kind, counter)| (kind, counter.value()))
+    }
+}
+
 /// The counters of one server.
 #[derive(Debug)]
 pub(crate) struct ServerMetrics {
@@ -113,6 +167,7 @@ pub(crate) struct ServerMetrics {
     pub(crate) exits: [Counter; EXIT_CAUSES.len()],
     pub(crate) refusals: [Counter; REFUSALS.len()],
     pub(crate) latencies: Vec<LatencyHistogram>,
+    pub(crate) live: LiveObjects,
 }
 
 impl Default for ServerMetrics {
@@ -133,6 +188,7 @@ impl Default for ServerMetrics {
             latencies: (0..MethodIndex::COUNT)
                 .map(|_| LatencyHistogram::default())
                 .collect(),
+            live: LiveObjects::default(),
         }
     }
 }

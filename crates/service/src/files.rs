@@ -13,11 +13,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_protocol::chunk::encode_into;
+use exec_server_protocol::chunk::{encode_into, encoded_len};
 use exec_server_sync::{Condvar, Mutex};
 use tokio::runtime::Handle;
 
 use crate::ApiError;
+use crate::pieces;
 
 /// Maximum number of threads that run jobs of one lane.
 const LANE_THREADS: usize = 32;
@@ -294,6 +295,7 @@ pub(crate) fn encode_pieces(
                 piece.resize(wanted, 0);
             }
             let filled = read(done as u64, &mut piece[..wanted])?;
+            pieces::grow(out, encoded_len(filled))?;
             encode_into(&piece[..filled], out);
             done += filled;
             if filled < wanted {

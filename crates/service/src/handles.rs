@@ -19,6 +19,7 @@ use exec_server_sync::Mutex;
 
 use crate::ApiError;
 use crate::connection::Connection;
+use crate::counters::LiveObject;
 use crate::files::{attempt, encode_pieces};
 use crate::responder::RequestResponder;
 use crate::server::FilesConnection;
@@ -43,6 +44,7 @@ struct HandleTable {
 struct FileHandle {
     id: String,
     state: Mutex<HandleState>,
+    _live: LiveObject,
 }
 
 #[derive(Debug, Default)]
@@ -105,6 +107,7 @@ impl FileHandles {
                 let handle = Arc::new(FileHandle {
                     id: id.clone(),
                     state: Mutex::default(),
+                    _live: connection.server.metrics().live.file_handles.object(),
                 });
                 table.handles.insert(id, Arc::clone(&handle));
                 Ok(handle)

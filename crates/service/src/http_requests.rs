@@ -11,6 +11,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
 use crate::ApiError;
+use crate::counters::{LiveCounter, LiveObject};
 
 /// Bytes of a body that is not streamed above which it needs memory from the budget of the
 /// connection.
@@ -55,6 +56,7 @@ pub(crate) struct ActiveRequestGuard {
     number: u64,
     pub(crate) cancelled: CancellationToken,
     shared: Arc<HttpRequestsShared>,
+    _live: LiveObject,
 }
 
 impl Drop for ActiveRequestGuard {
@@ -77,6 +79,7 @@ impl HttpRequests {
         &self,
         request_id: &str,
         streamed: bool,
+        live: &LiveCounter,
     ) -> Result<ActiveRequestGuard, ApiError> {
         let mut active = self.shared.active.lock();
         // Notifications with parts of a body contain only the id, so no two streams may have the
@@ -105,6 +108,7 @@ impl HttpRequests {
             number,
             cancelled,
             shared: Arc::clone(&self.shared),
+            _live: live.object(),
         })
     }
 

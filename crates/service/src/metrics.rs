@@ -51,6 +51,14 @@ pub(crate) fn render(server: &ExecServer) -> String {
     for (name, help, value) in gauges {
         page.single(name, "gauge", help, value);
     }
+    page.family(
+        "objects",
+        "gauge",
+        "Objects of clients that exist now, by kind.",
+    );
+    for (kind, count) in server.live_objects() {
+        page.sample("objects", &format!("{{kind=\"{kind}\"}}"), count);
+    }
     let table = exec_server_engine::process::table_reads();
     let counters = [
         (
@@ -245,6 +253,7 @@ mod tests {
         let page = render(&server);
         for line in [
             "exec_server_connections 0",
+            "exec_server_objects{kind=\"watches\"} 0",
             "exec_server_refusals_total{cause=\"token\"} 1",
             "exec_server_request_duration_seconds_bucket{method=\"process/list\",le=\"0.0001\"} 1",
             "exec_server_request_duration_seconds_bucket{method=\"process/list\",le=\"10\"} 1",

@@ -1,7 +1,8 @@
-//! Responses with the content of a large file that is read in pieces while it is sent.
+//! Large responses that are produced in pieces while they are sent: files and listings.
 //!
-//! The writer takes a piece when the peer has read the one before; the next piece is read meanwhile
-//! on a file thread. Complete responses are queued in `outbox`.
+//! The writer takes a piece when the peer has read the one before; the next piece is produced
+//! meanwhile on a file thread. Complete responses are queued in `outbox`; the sources of listings are
+//! in `listings`.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -23,11 +24,24 @@ use crate::outbox::Outbox;
 /// frames without buffering them.
 const PIECE_BYTES: usize = 198 * 1024;
 
+/// Bytes of text in a piece, about.
+pub(crate) const PIECE_TEXT_BYTES: usize = encoded_len(PIECE_BYTES);
+
 /// Bytes of memory that a queued piece counts.
-pub(crate) const PIECE_COST: usize = encoded_len(PIECE_BYTES) + 1024;
+pub(crate) const PIECE_COST: usize = PIECE_TEXT_BYTES + 1024;
 
 /// Pieces of one response in memory: one that is sent and one that is read.
 const AHEAD: usize = 2;
+
+/// Source of a result that is produced in pieces.
+pub(crate) trait PieceSource: std::fmt::Debug + Send {
+    /// Appends the next piece of the JSON text; returns whether it is the last.
+    fn next(&mut self, out: &mut Vec<u8>) -> Result<bool, ApiError>;
+
+    /// Completes a text that cannot be continued so that the peer does not accept it. Returns false
+    /// if that is not possible; the connection then ends.
+    fn fail(&mut self, out: &mut Vec<u8>, error: &ApiError) -> bool;
+}
 
 /// Reader for the content of one file.
 #[derive(Debug)]
@@ -52,7 +66,7 @@ impl FileSource {
 
     /// Appends the base64 text of the next piece; returns whether it is the last. If the file has
     /// become shorter, the piece that reaches its end is the last one.
-    pub(crate) fn next(&mut self, out: &mut Vec<u8>) -> Result<bool, ApiError> {
+    fn read(&mut self, out: &mut Vec<u8>) -> Result<bool, ApiError> {
         let left = self.size.saturating_sub(self.offset);
         let wanted = usize::try_from(left).map_or(PIECE_BYTES, |left| left.min(PIECE_BYTES));
         let read = attempt(|| {
@@ -69,6 +83,25 @@ impl FileSource {
     }
 }
 
+impl PieceSource for FileSource {
+    fn next(&mut self, out: &mut Vec<u8>) -> Result<bool, ApiError> {
+        if self.offset == 0 {
+            out.extend_from_slice(b"{\"dataBase64\":\"");
+        }
+        let is_last = self.read(out)?;
+        if is_last {
+            out.extend_from_slice(FILE_END);
+        }
+        Ok(is_last)
+    }
+
+    fn fail(&mut self, out: &mut Vec<u8>, error: &ApiError) -> bool {
+        push_failure(out, error);
+        out.extend_from_slice(FILE_END);
+        true
+    }
+}
+
 /// A response that is sent in pieces.
 #[derive(Debug)]
 pub(crate) struct PiecewiseResponse {
@@ -82,7 +115,7 @@ pub(crate) struct PiecewiseResponse {
 #[derive(Debug)]
 struct PiecewiseState {
     /// `None` while a thread reads from it, and after the last piece.
-    source: Option<FileSource>,
+    source: Option<Box<dyn PieceSource>>,
     ready: VecDeque<MessagePiece>,
     /// Pieces that have been read and not sent yet.
     in_memory: usize,
@@ -101,8 +134,11 @@ pub(crate) struct MessagePiece {
     pub(crate) is_last: bool,
 }
 
-/// JSON text behind the last byte of the file.
-pub(crate) const END: &[u8] = b"\"}}";
+/// JSON text after the last byte of a file.
+const FILE_END: &[u8] = b"\"}";
+
+/// JSON text after the result.
+pub(crate) const END: &[u8] = b"}";
 
 impl PiecewiseResponse {
     /// Creates a response that begins with `head`, which includes the first piece. `share` is the
@@ -111,7 +147,7 @@ impl PiecewiseResponse {
         (lane, closed): (&Arc<FileLane>, &CancellationToken),
         outbox: &Arc<Outbox>,
         head: Vec<u8>,
-        source: FileSource,
+        source: Box<dyn PieceSource>,
         share: Option<BudgetShare>,
     ) -> Arc<Self> {
         let first = MessagePiece {
@@ -176,7 +212,7 @@ impl PiecewiseResponse {
     }
 
     /// Reads pieces as long as more may be in memory.
-    fn read(&self, mut source: FileSource) {
+    fn read(&self, mut source: Box<dyn PieceSource>) {
         loop {
             let Ok(mut bytes) = reserved(PIECE_COST) else {
                 // A response that has been sent in part cannot be completed, so the connection must
@@ -188,10 +224,8 @@ impl PiecewiseResponse {
             }
             let is_last = match source.next(&mut bytes) {
                 Ok(is_last) => is_last,
-                Err(error) => {
-                    push_failure(&mut bytes, &error);
-                    true
-                }
+                Err(error) if source.fail(&mut bytes, &error) => true,
+                Err(_) => return self.closed.cancel(),
             };
             if is_last {
                 bytes.extend_from_slice(END);
@@ -234,6 +268,12 @@ pub(crate) fn reserved(bytes: usize) -> Result<Vec<u8>, ApiError> {
     }
 }
 
+/// Makes room for `bytes` more in a buffer; returns an error if there is no memory.
+pub(crate) fn grow(buffer: &mut Vec<u8>, bytes: usize) -> Result<(), ApiError> {
+    let grown = buffer.try_reserve(bytes);
+    grown.map_err(|_| no_memory(buffer.len() + bytes))
+}
+
 pub(crate) fn no_memory(bytes: usize) -> ApiError {
     ApiError::internal(format!("no memory for an answer of {bytes} bytes"))
 }
@@ -269,7 +309,7 @@ mod tests {
 
     fn read(mut source: FileSource) -> (Vec<u8>, usize) {
         let (mut text, mut pieces) = (Vec::new(), 1);
-        while !source.next(&mut text).unwrap() {
+        while !source.read(&mut text).unwrap() {
             pieces += 1;
         }
         let text = String::from_utf8(text).unwrap();
@@ -293,6 +333,15 @@ mod tests {
             "what was cut off is missing"
         );
         assert_eq!(read(source(&[], size)), (Vec::new(), 1));
+    }
+
+    #[test]
+    fn buffer_that_cannot_grow_is_an_error() {
+        let mut buffer = Vec::new();
+        grow(&mut buffer, 10).unwrap();
+        let error = grow(&mut buffer, isize::MAX as usize).unwrap_err();
+        let expected = format!("no memory for an answer of {} bytes", isize::MAX);
+        assert_eq!(error.message, expected);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Response of one request: its encoding, the memory for it, and its records in metrics and traces.
 
+use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -17,7 +18,7 @@ use crate::budget::BudgetShare;
 use crate::counters::MethodIndex;
 use crate::files::FileLane;
 use crate::outbox::{OutMessage, Outbox};
-use crate::pieces::{self, FileSource, PIECE_COST, PiecewiseResponse};
+use crate::pieces::{self, PIECE_COST, PieceSource, PiecewiseResponse};
 use crate::trace::{TraceContext, Tracer};
 
 /// Bytes of a response in addition to its result.
@@ -64,15 +65,23 @@ impl RequestResponder {
             self.outbox.metrics.sandbox_refusals.add(1);
         }
         let error = ErrorObject::from(error);
-        self.send_with(|out, id| envelope::encode_error(out, id, &error));
+        let mut message = Vec::with_capacity(128);
+        let encoded = envelope::encode_error(&mut message, &self.id, &error);
+        debug_assert!(encoded.is_ok(), "an error with a text always serialises");
+        self.send_message(message);
     }
 
-    /// Sends a message that `encode` writes; if it exceeds the size limit, sends an error instead.
-    fn send_with(self, encode: impl FnOnce(&mut Vec<u8>, &RequestId) -> serde_json::Result<()>) {
+    /// Sends a message that `encode` writes; if it exceeds the size limit or there is no memory for
+    /// it, sends an error instead.
+    fn send_with(
+        self,
+        encode: impl FnOnce(FallibleWriter<'_>, &RequestId) -> serde_json::Result<()>,
+    ) {
         let mut message = Vec::with_capacity(128);
-        match encode(&mut message, &self.id) {
+        match encode(FallibleWriter(&mut message), &self.id) {
             Ok(()) => self.send_message(message),
             Err(error) => {
+                drop(message);
                 let message = format!("cannot encode the answer: {error}");
                 self.send_error(ApiError::internal(message));
             }
@@ -110,18 +119,17 @@ impl RequestResponder {
         }
     }
 
-    /// Sends the content of a file that is read while the peer receives it. Runs on a file thread.
+    /// Sends a response whose result `source` produces while the peer receives it. Runs on a file
+    /// thread.
     ///
-    /// If the first piece cannot be read, sends an error.
+    /// If the first piece cannot be produced, sends an error.
     pub(crate) fn send_in_pieces(
         mut self,
         lane: (&Arc<FileLane>, &CancellationToken),
-        mut source: FileSource,
+        mut source: Box<dyn PieceSource>,
     ) {
         let reserved_head = pieces::reserved(PIECE_COST).and_then(|mut head| {
             self.begin_result(&mut head);
-            head.extend_from_slice(b"{\"dataBase64\":\"");
-            // The file was larger than one piece when it was opened, and may have been cut since.
             let is_complete = source.next(&mut head)?;
             Ok((head, is_complete))
         });
@@ -204,6 +212,13 @@ impl RequestResponder {
         true
     }
 
+    /// Returns all but `bytes` of the reserved memory.
+    pub(crate) fn shrink_memory(&mut self, bytes: usize) {
+        if let Some(reserved) = &mut self.reserved {
+            reserved.shrink(bytes);
+        }
+    }
+
     /// Returns the reserved memory.
     pub(crate) fn release_memory(&mut self) {
         self.reserved = None;
@@ -221,6 +236,22 @@ impl RequestResponder {
     /// Waits for memory for a response of about `bytes`.
     pub(crate) async fn reserve(&mut self, bytes: usize) {
         self.reserved = Some(self.outbox.reserve(bytes).await);
+    }
+}
+
+/// Writer to a buffer whose growth may fail, so that a response for which there is no memory ends
+/// its request and not the server.
+struct FallibleWriter<'a>(&'a mut Vec<u8>);
+
+impl io::Write for FallibleWriter<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        pieces::grow(self.0, bytes.len()).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 

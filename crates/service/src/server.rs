@@ -5,10 +5,12 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use exec_server_engine::files::kept_names_bytes;
 use exec_server_engine::snapshot::Snapshots;
 use exec_server_engine::{Engine, Executor, ExecutorConfig, ExecutorLimits, SharedSlots, process};
 use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_sync::{Mutex, RwLock};
+use exec_server_sys::memory;
 use exec_server_transport::connection_limits::{ConnectionCounter, ConnectionLimits};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -56,6 +58,9 @@ pub(crate) struct ServedConnection(ExecServer);
 
 impl Drop for ServedConnection {
     fn drop(&mut self) {
+        /// What a connection allocates, about: its buffers, tables and tasks.
+        const CONNECTION_BYTES: usize = 24 * 1024;
+        memory::freed(CONNECTION_BYTES);
         self.0.inner.connections.send_modify(|count| *count -= 1);
     }
 }
@@ -157,7 +162,11 @@ impl ExecServer {
         let inner = ServerShared {
             instance: Instance::new(),
             connection_counter,
-            answers: MemoryBudget::new(config.max_queued_bytes, Overdraft::Refused),
+            answers: MemoryBudget::with_caches(
+                config.max_queued_bytes,
+                Overdraft::Refused,
+                kept_names_bytes,
+            ),
             unfinished: MemoryBudget::new(config.max_incomplete_bytes, Overdraft::ForLargest),
             metrics: Arc::default(),
             config: RwLock::new(Arc::new(config.clone())),
@@ -295,6 +304,12 @@ impl ExecServer {
     /// Bytes held by large responses, and bytes of incomplete messages.
     pub fn held_bytes(&self) -> (usize, usize) {
         (self.inner.answers.used(), self.inner.unfinished.used())
+    }
+
+    /// Numbers of the objects that clients have now, by kind: watches, open files, requests that
+    /// wait for an event, requests of the server, HTTP requests and relay streams.
+    pub fn live_objects(&self) -> [(&'static str, usize); 6] {
+        self.inner.metrics.live.all()
     }
 
     pub(crate) fn connection_counter(&self) -> &Arc<ConnectionCounter> {
@@ -541,6 +556,9 @@ impl ExecServer {
     pub(crate) async fn end_session(&self, session: &Session, grace: Duration) {
         self.inner.sessions.lock().remove(&session.id);
         if let Some(processes) = session.end() {
+            /// What a session without processes allocates, about.
+            const SESSION_BYTES: usize = 4 * 1024;
+            memory::freed(SESSION_BYTES);
             let running = processes.len();
             tracing::info!(session = session.id, processes = running, "session ended");
             process::end_all(&processes, grace.min(MAX_END_GRACE)).await;

@@ -14,6 +14,7 @@ use exec_server_protocol::{Method as _, RequestId, envelope};
 use exec_server_sync::Mutex;
 use tokio::sync::{Notify, oneshot};
 
+use crate::counters::LiveObject;
 use crate::outbox::{OutMessage, Outbox};
 
 /// Requests that may wait for a response at one time. Clients support the same number.
@@ -72,6 +73,7 @@ impl ServerRequests {
         let _forget = ForgetRequest {
             server_requests: self,
             id,
+            _live: outbox.metrics.live.server_requests.object(),
         };
         let mut message = Vec::with_capacity(256);
         let number = RequestId::Number(id);
@@ -127,6 +129,7 @@ impl ServerRequests {
 struct ForgetRequest<'a> {
     server_requests: &'a ServerRequests,
     id: i64,
+    _live: LiveObject,
 }
 
 impl Drop for ForgetRequest<'_> {

@@ -14,6 +14,7 @@ use exec_server_transport::LinkSender;
 use tokio_util::sync::CancellationToken;
 
 use crate::ApiError;
+use crate::counters::LiveObject;
 use crate::follow;
 use crate::outbox::{NotificationSource, Outbox};
 
@@ -98,6 +99,7 @@ pub(crate) struct WatchSender {
     /// Whether the watcher is in the ready list or is about to be pulled.
     pub(crate) queued: AtomicBool,
     pub(crate) outbox: Weak<Outbox>,
+    pub(crate) _live: LiveObject,
 }
 
 /// Wakes a watcher through a weak reference: the subscription owns this waker and belongs to the

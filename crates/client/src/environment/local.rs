@@ -30,6 +30,9 @@ impl LocalMachine {
     ) -> Result<Vec<DiscoveredRoot>, ExecServerError> {
         let discovery = self.engine.discover(roots)?;
         let spawn = |job| drop(tokio::task::spawn_blocking(job));
-        Ok(discovery.run(spawn, || false).await.roots)
+        let found = discovery
+            .run(spawn, || false, std::sync::Arc::new(|_| true))
+            .await;
+        Ok(found.map(|found| found.roots).unwrap_or_default())
     }
 }

@@ -288,22 +288,36 @@ async fn cut_and_resume(proxy: &TcpProxy, client: &ExecServerClient) {
     .await;
 }
 
-/// 200 cuts while one process writes fast, one writes slowly and one echoes its input.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_hundred_cuts_under_load_lose_no_output_unreported() {
+    two_hundred_cuts(Delivery::Push).await;
+}
+
+/// Output that is not read slows the process down, while the session waits for its client, too.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_hundred_cuts_under_load_lose_no_output_that_is_pulled() {
+    let lost = two_hundred_cuts(Delivery::Pull).await;
+    assert_eq!(lost, 0, "output that is read by request is never lost");
+}
+
+/// 200 cuts while one process writes fast, one writes slowly and one echoes its input. Returns how
+/// many bytes of the fast one were reported as lost.
+async fn two_hundred_cuts(delivery: Delivery) -> u64 {
     const CUTS: u64 = 200;
     let (_server, url) = server().await;
     let proxy = TcpProxy::start(&url).await;
     let client = through(&proxy).await;
-    let flood = client
-        .start(command(&["seq", "1", "5000000"]))
-        .await
-        .unwrap();
+    let delivered = |params: StartParams| StartParams {
+        delivery: Some(delivery),
+        ..params
+    };
+    let flood = delivered(command(&["seq", "1", "5000000"]));
+    let flood = client.start(flood).await.unwrap();
     let slow = "i=0; while [ $i -lt 500 ]; do i=$((i+1)); echo $i; sleep 0.005; done";
-    let slow = client.start(sh(slow)).await.unwrap();
+    let slow = client.start(delivered(sh(slow))).await.unwrap();
     let params = StartParams {
         pipe_stdin: true,
-        ..command(&["cat"])
+        ..delivered(command(&["cat"]))
     };
     let echo = client.start(params).await.unwrap();
     let flood_events = flood.process.events().unwrap();
@@ -345,7 +359,7 @@ async fn two_hundred_cuts_under_load_lose_no_output_unreported() {
         0,
         "output within the retained size is not lost"
     );
-    flooded.await.unwrap();
+    flooded.await.unwrap()
 }
 
 #[tokio::test]

@@ -18,34 +18,65 @@ use exec_server::{
 
 use super::{TIMEOUT, config, eventually, live_bytes, serially, served};
 
-/// Average memory in bytes that one object may leave behind: tables grow in steps, and new kinds of
-/// statistics are added. A leaked record of a process costs some thousand bytes.
-const SLACK_PER_OBJECT: usize = 100;
+/// What one object may leave behind on average, in bytes: tables that grow in steps. A leaked record
+/// of a process uses some thousand bytes, the smallest leak that was ever found 600.
+const PER_OBJECT_BYTES: usize = 250;
 
-/// Total memory in bytes that all objects may leave behind: a reused read buffer of another kind.
-const SLACK: usize = 128 * 1024;
+/// Batches of objects after the warm-up. In each, a buffer of some KiB may be allocated or freed by
+/// chance; a leak is in all of them.
+const BATCHES: usize = 8;
 
-/// Runs `object` `count` times to warm up, and `count` times more.
+/// Runs `object` in batches of `count`: one to warm up, then until live bytes do not grow in two of
+/// at most [`BATCHES`] batches.
 ///
 /// # Panics
 ///
-/// If live bytes do not return to those after the warm-up.
+/// If live bytes grow in all batches but one.
 pub(super) async fn leaves_nothing(count: usize, mut object: impl AsyncFnMut(usize)) {
     for number in 0..count {
         object(number).await;
     }
-    // Waits until records expire and tasks end.
-    tokio::time::sleep(Duration::from_millis(500)).await;
-    let before = live_bytes();
-    for number in count..2 * count {
-        object(number).await;
+    let mut before = settled_bytes().await;
+    let mut grown = Vec::new();
+    let mut passed = 0;
+    for batch in 1..=BATCHES {
+        for number in batch * count..(batch + 1) * count {
+            object(number).await;
+        }
+        let now = settled_bytes().await;
+        grown.push(now as isize - before as isize);
+        passed += usize::from(now <= before + PER_OBJECT_BYTES * count);
+        if passed == 2 {
+            return;
+        }
+        before = now;
     }
-    eventually("live bytes return to those before", || {
+    panic!("live bytes grow in batches of {count} objects, by {grown:?}");
+}
+
+/// Live bytes when no more are freed: records have expired and tasks have ended.
+async fn settled_bytes() -> usize {
+    /// Longer than the time between two steps of freeing: records expire 100 ms after their end, at
+    /// intervals of 50 ms.
+    const QUIET: Duration = Duration::from_millis(400);
+    let mut least = live_bytes();
+    let mut since = tokio::time::Instant::now();
+    while since.elapsed() < QUIET {
+        tokio::time::sleep(Duration::from_millis(10)).await;
         let now = live_bytes();
-        let allowed = before + SLACK + SLACK_PER_OBJECT * count;
-        (now <= allowed).then_some(()).ok_or_else(|| {
-            format!("{before} before, {now} after {count} objects, {allowed} allowed")
-        })
+        if now < least {
+            (least, since) = (now, tokio::time::Instant::now());
+        }
+    }
+    least
+}
+
+/// Waits until the clients of a server have no objects.
+pub(super) async fn no_objects_are_left(server: &ExecServer) {
+    eventually("no objects are left", || {
+        let left: Vec<_> = server.live_objects().into_iter().collect();
+        let none = left.iter().all(|(_, count)| *count == 0);
+        none.then_some(()).ok_or(left)
     })
     .await;
 }
@@ -104,6 +135,22 @@ async fn processes_with_pipes_leave_no_memory() {
     processes_leave_nothing(|_| ()).await;
 }
 
+/// The cheapest process: its record is all that it can leave.
+#[tokio::test]
+async fn processes_without_output_leave_no_memory() {
+    let _one = serially().await;
+    let (server, client) = served(config()).await;
+    leaves_nothing(300, async |number| {
+        let mut params = sh(number, "");
+        params.argv = vec!["/bin/true".to_owned()];
+        let process = client.start(params).await.unwrap().process;
+        let output = process.output(CollectOptions::default()).await.unwrap();
+        assert_eq!(output.exit.unwrap().exit_code, 0);
+    })
+    .await;
+    no_output_is_retained(&server).await;
+}
+
 #[tokio::test]
 async fn processes_with_a_terminal_leave_no_memory() {
     processes_leave_nothing(|params| params.tty = true).await;
@@ -151,7 +198,7 @@ async fn processes_of_a_client_that_reads_nothing_leave_no_memory() {
 #[tokio::test]
 async fn waits_that_time_out_leave_no_memory() {
     let _one = serially().await;
-    let (_server, client) = served(config()).await;
+    let (server, client) = served(config()).await;
     let params = sh(0, "trap '' INT; sleep 600");
     let process = client.start(params).await.unwrap().process;
     leaves_nothing(50, async |_| {
@@ -171,6 +218,7 @@ async fn waits_that_time_out_leave_no_memory() {
         sent.await.unwrap();
     })
     .await;
+    no_objects_are_left(&server).await;
 }
 
 #[tokio::test]
@@ -246,7 +294,7 @@ async fn open_files_and_streams_leave_no_memory() {
     let _one = serially().await;
     let directory = tempfile::tempdir().unwrap();
     let path = uri(directory.path().join("file")).unwrap();
-    let (_server, client) = served(config()).await;
+    let (server, client) = served(config()).await;
     let files = client.file_system();
     leaves_nothing(30, async |_| {
         let options = WriteStreamOptions {
@@ -272,6 +320,7 @@ async fn open_files_and_streams_leave_no_memory() {
         assert_eq!(whole, chunk);
     })
     .await;
+    no_objects_are_left(&server).await;
 }
 
 #[tokio::test]
@@ -319,7 +368,7 @@ async fn watches_of_files_leave_no_memory() {
         std::fs::create_dir(directory.path().join(number.to_string())).unwrap();
     }
     let path = uri(directory.path()).unwrap();
-    let (_server, client) = served(config()).await;
+    let (server, client) = served(config()).await;
     let files = client.file_system();
     leaves_nothing(30, async |number| {
         let options = WatchOptions {
@@ -333,6 +382,7 @@ async fn watches_of_files_leave_no_memory() {
         std::fs::remove_file(&file).unwrap();
     })
     .await;
+    no_objects_are_left(&server).await;
 }
 
 #[tokio::test]
@@ -361,4 +411,12 @@ async fn listings_and_searches_leave_no_memory() {
         assert_eq!(walked.entries.len(), 50);
     })
     .await;
+}
+
+/// The check itself: the smallest leak that it must find.
+#[tokio::test]
+#[should_panic(expected = "live bytes grow in batches of 30 objects")]
+async fn leak_of_500_bytes_per_object_is_found() {
+    let _one = serially().await;
+    leaves_nothing(30, async |_| std::mem::forget(vec![0_u8; 500])).await;
 }

@@ -6,7 +6,9 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
+mod commands;
 mod leaks;
+mod peers;
 mod records;
 mod traffic;
 

@@ -59,7 +59,7 @@ async fn record_of_a_closed_process_uses_at_most_5_kib() {
 }
 
 /// A policy that allows reading everything and nothing else.
-fn read_only() -> Sandbox {
+pub(super) fn read_only() -> Sandbox {
     let entry = SandboxEntry {
         path: EntryPath::Special {
             value: SpecialPath::Root,

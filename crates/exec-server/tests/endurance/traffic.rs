@@ -8,13 +8,16 @@ use std::time::Duration;
 use exec_server::http::{ExecutorHttp as _, HttpRequest};
 use exec_server::protocol::network::{NetworkProxy, PolicyAnswer, PolicyTarget};
 use exec_server::protocol::process::{StartParams, TerminateMode};
-use exec_server::registry::{RegistryAuth, RegistryConnectArgs, RegistryOptions, identity};
+use exec_server::registry::{
+    RegistryAuth, RegistryConnectArgs, RegistryOptions, StaticKeys, identity,
+};
 use exec_server::remote::{self, RemoteEnvironmentConfig, RemoteStatus};
 use exec_server::{
     CollectOptions, ExecBackend as _, ExecProcessEvent, ExecServer, ExecServerClient,
     ExecServerConfig,
 };
 use exec_server_client::{BoxFuture, NetworkPolicyDecider};
+use exec_server_relay::keys::{MLKEM768_BYTES, PublicKey, SECURITY_PROFILE};
 use exec_server_rendezvous::mailbox::MailboxBacklog;
 use exec_server_rendezvous::signature::UrlSigner;
 use exec_server_rendezvous::{
@@ -27,7 +30,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 
-use super::leaks::{fill_reused_buffers, leaves_nothing, sh};
+use super::leaks::{fill_reused_buffers, leaves_nothing, no_objects_are_left, sh};
 use super::{TIMEOUT, config, eventually, serially, served};
 
 /// 2 MiB: more than a connection or a body route buffers.
@@ -79,7 +82,7 @@ async fn http_requests_leave_no_memory() {
     let _one = serially().await;
     let site = site().await;
     let url = |path: &str| HttpRequest::get(format!("http://{site}{path}"));
-    let (_server, client) = served(config()).await;
+    let (server, client) = served(config()).await;
     leaves_nothing(40, async |_| {
         let small = client.fetch(url("/small")).await.unwrap();
         assert_eq!(small.body.len(), 5);
@@ -87,6 +90,7 @@ async fn http_requests_leave_no_memory() {
         assert_eq!(large.body.len(), LARGE_BYTES);
     })
     .await;
+    no_objects_are_left(&server).await;
 }
 
 #[tokio::test]
@@ -94,7 +98,7 @@ async fn streamed_http_bodies_leave_no_memory() {
     let _one = serially().await;
     let site = site().await;
     let url = |path: &str| HttpRequest::get(format!("http://{site}{path}"));
-    let (_server, client) = served(config()).await;
+    let (server, client) = served(config()).await;
     leaves_nothing(40, async |_| {
         let mut stream = client.open(url("/large")).await.unwrap();
         let mut received = 0;
@@ -104,6 +108,7 @@ async fn streamed_http_bodies_leave_no_memory() {
         assert_eq!(received, LARGE_BYTES);
     })
     .await;
+    no_objects_are_left(&server).await;
 }
 
 #[tokio::test]
@@ -111,7 +116,7 @@ async fn cancelled_http_requests_leave_no_memory() {
     let _one = serially().await;
     let site = site().await;
     let url = |path: &str| HttpRequest::get(format!("http://{site}{path}"));
-    let (_server, client) = served(config()).await;
+    let (server, client) = served(config()).await;
     leaves_nothing(40, async |_| {
         // Bodies are cancelled while they arrive, read and unread.
         let mut stream = client.open(url("/endless")).await.unwrap();
@@ -130,6 +135,7 @@ async fn cancelled_http_requests_leave_no_memory() {
         assert!(client.fetch(timed).await.is_err());
     })
     .await;
+    no_objects_are_left(&server).await;
 }
 
 /// Client that answers a question in turn with yes, no and not at all.
@@ -206,11 +212,14 @@ async fn network_policy_requests_leave_no_memory() {
         count => Err(count),
     })
     .await;
+    no_objects_are_left(&server).await;
 }
 
 /// Rendezvous server and one executor, both in this process.
 struct Relay {
     url: String,
+    /// Key pair of all clients: the executor remembers approved ones for some minutes.
+    identity: StaticKeys,
     executor: ExecServer,
     _state: TempDir,
 }
@@ -219,8 +228,12 @@ impl Relay {
     async fn start() -> Self {
         let state = tempfile::tempdir().unwrap();
         let backlog = Arc::new(MailboxBacklog::default());
-        let router = LocalRouter::new(RouterLimits::default(), Arc::clone(&backlog));
+        let mut limits = RouterLimits::default();
+        // Ended streams stay reserved for their harnesses, up to 64 of them even longer.
+        limits.memory = Duration::from_millis(1);
+        let router = LocalRouter::new(limits, Arc::clone(&backlog));
         let tokens: Tokens = "machine executor machine-token\n\
+             boss admin boss-token\n\
              alice harness alice-token\n"
             .parse()
             .unwrap();
@@ -254,6 +267,7 @@ impl Relay {
             .unwrap();
         let relay = Self {
             url,
+            identity: identity::generate(),
             executor,
             _state: state,
         };
@@ -269,6 +283,7 @@ impl Relay {
     fn args(&self, url: &str) -> RegistryConnectArgs {
         let auth = RegistryAuth::bearer("alice-token");
         let mut args = RegistryConnectArgs::new(url, "box", auth, "test");
+        args.identity = self.identity.clone();
         // A session whose client disconnects without ending it expires soon.
         args.options.detach_grace = Some(Duration::from_millis(1));
         args
@@ -316,6 +331,7 @@ async fn relay_streams_leave_no_memory() {
         relay.is_idle().await;
     })
     .await;
+    no_objects_are_left(&relay.executor).await;
 }
 
 #[tokio::test]
@@ -324,7 +340,7 @@ async fn relay_streams_with_cut_sockets_leave_no_memory() {
     let relay = Relay::start().await;
     let proxy = TcpProxy::start(&relay.url.replace("http://", "ws://")).await;
     let url = proxy.url().replace("ws://", "http://");
-    leaves_nothing(12, async |number| {
+    leaves_nothing(16, async |number| {
         let mut args = relay.args(&url);
         args.options.detach_grace = Some(TIMEOUT);
         let client = ExecServerClient::connect_registry(args).await.unwrap();
@@ -351,6 +367,39 @@ async fn relay_streams_with_cut_sockets_leave_no_memory() {
         client.end_session().await.unwrap();
         drop(client);
         relay.is_idle().await;
+    })
+    .await;
+    no_objects_are_left(&relay.executor).await;
+}
+
+/// Sends a request to the rendezvous server on a connection of its own; the response must be 200.
+async fn post(url: &str, token: &str, path: &str, body: &str) {
+    let address = url.trim_start_matches("http://");
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let length = body.len();
+    let request = format!(
+        "POST {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\
+         Authorization: Bearer {token}\r\nContent-Length: {length}\r\n\r\n{body}"
+    );
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut response = String::new();
+    stream.read_to_string(&mut response).await.unwrap();
+    assert!(response.starts_with("HTTP/1.1 200 "), "{response}");
+}
+
+#[tokio::test]
+async fn registered_and_removed_environments_leave_no_memory() {
+    let _one = serially().await;
+    let relay = Relay::start().await;
+    let key = PublicKey::new([7; 32], &[7; MLKEM768_BYTES]).unwrap();
+    let body = serde_json::json!({
+        "security_profile": SECURITY_PROFILE, "executor_public_key": key,
+    })
+    .to_string();
+    leaves_nothing(40, async |number| {
+        let path = |call: &str| format!("/cloud/environment/env{number}/{call}");
+        post(&relay.url, "machine-token", &path("register"), &body).await;
+        post(&relay.url, "boss-token", &path("remove"), "{}").await;
     })
     .await;
 }

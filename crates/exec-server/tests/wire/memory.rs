@@ -57,7 +57,12 @@ impl LargeFiles {
         std::fs::create_dir(&many).unwrap();
         for n in 0..5000 {
             let name = format!("{n}-a-name-that-is-neither-short-nor-very-long");
-            std::fs::write(many.join(name), b"").unwrap();
+            std::fs::write(many.join(name), b"needle").unwrap();
+        }
+        for n in 0..20 {
+            let skill = directory.path().join("plugin").join(n.to_string());
+            std::fs::create_dir_all(&skill).unwrap();
+            std::fs::write(skill.join("SKILL.md"), vec![b'x'; 900_000]).unwrap();
         }
         Self { directory }
     }
@@ -74,7 +79,24 @@ impl LargeFiles {
                 json!({"handleId": "h", "path": self.uri("large")}),
             )
             .await;
+        // Its output is retained, and each request for it has a large response.
+        let writer = StartBuilder::sh("writer", "head -c 1000000 /dev/zero; exec sleep 600")
+            .with("delivery", json!("pull"));
+        client.ok("process/start", writer.0).await;
+        let roots: Vec<Value> = (0..8)
+            .map(|n| json!({"id": n.to_string(), "path": self.uri("plugin")}))
+            .collect();
         for _ in 0..30 {
+            let pattern =
+                json!({"path": self.uri("many"), "pattern": "needle", "maxMatches": 5000});
+            client.queue("fs/search", pattern);
+            client.queue("process/snapshot", json!({"processId": "writer"}));
+            client.queue(
+                "process/read",
+                json!({"processId": "writer", "afterSeq": 0}),
+            );
+            client.queue("capabilityRoots/discoverV1", json!({"roots": roots}));
+            client.queue("process/list", json!({}));
             client.queue("fs/readFile", json!({"path": self.uri("large")}));
             client.queue(
                 "fs/readBlock",

@@ -528,3 +528,21 @@ async fn resumed_reader_applies_backpressure_to_a_pulled_process() {
     let (lines, _) = pull_everything(&mut client, "p").await;
     assert_eq!(lines, 1_000_000);
 }
+
+/// A notification for each byte would cost a hundred bytes on the wire.
+#[tokio::test]
+async fn bytes_that_are_written_one_by_one_share_notifications() {
+    const COUNT: usize = 2000;
+    let mut subject = TestedServer::start(Transport::Websocket, program()).await;
+    let mut client = subject.session().await;
+    // The inner loop takes some ten microseconds, less than the server waits for more output.
+    let script = format!(
+        "i=0; while [ $i -lt {COUNT} ]; do printf x; i=$((i+1)); \
+         j=0; while [ $j -lt 50 ]; do j=$((j+1)); done; done"
+    );
+    let seen = client.run(StartBuilder::sh("p", &script)).await;
+    assert_eq!(seen.text("stdout"), "x".repeat(COUNT));
+    // One number for each notification.
+    let outputs = seen.last_seq;
+    assert!(outputs < COUNT as u64 / 3, "{outputs} notifications");
+}

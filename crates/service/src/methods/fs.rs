@@ -6,19 +6,17 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use exec_server_engine::files::{
-    Directory, EntryType, FileCall, FileOutcome, FsError, Walked, read_at, readable_size,
-};
-use exec_server_protocol::PathUri;
+use exec_server_engine::files::{FileCall, FileOutcome, FsError, read_at, readable_size};
 use exec_server_protocol::chunk::{encode_into, encoded_len};
-use exec_server_protocol::fs::{FsMethod, FsRequest, WalkKind};
+use exec_server_protocol::fs::{FsMethod, FsRequest};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 
 use crate::ApiError;
 use crate::connection::Connection;
 use crate::dispatch::CheckedRequest;
 use crate::files::{attempt, encode_pieces};
-use crate::pieces::FileSource;
+use crate::listings::{self, ListingSize};
+use crate::pieces::{FileSource, PIECE_COST, PieceSource};
 use crate::responder::RequestResponder;
 
 /// Bytes of a response in addition to its data.
@@ -28,11 +26,9 @@ const ENVELOPE_BYTES: usize = 4096;
 /// connection.
 const LISTING_BYTES: usize = 1 << 20;
 
-/// Bytes of an entry of a listing in addition to its name.
-const ENTRY_BYTES: usize = 64;
-
-/// Bytes of the metadata of an entry.
-const METADATA_BYTES: usize = 192;
+/// Memory of the largest listing: as many names as a response may have, each as long as a name can
+/// be.
+const MOST_LISTING_BYTES: usize = 16 << 20;
 
 pub(super) async fn blocking<R: Send + 'static>(
     work: impl FnOnce() -> Result<R, ApiError> + Send + 'static,
@@ -108,22 +104,56 @@ impl AdmittedFileRequest {
         }
     }
 
-    /// Lists entries when there is memory for a response of `bytes`. If the response is larger,
-    /// discards it, waits for enough memory and lists again: a listing that waits for memory would
-    /// itself use memory outside the budget.
+    /// Lists entries when there is memory for a listing of `bytes`, and more if the budget has it. If
+    /// the names need more, discards them, waits for the memory of the largest listing and lists
+    /// again: a listing that waits for memory would itself use memory outside the budget.
     fn list(self, responder: RequestResponder, bytes: usize) {
         let connection = Arc::clone(&self.connection);
         connection.with_room(responder, bytes, move |mut responder| {
             let closed = self.connection.closed.clone();
             let call = self.call.clone();
-            let answer = attempt(|| call.run(&|| closed.is_cancelled()));
-            let needed = answer.as_ref().map_or(0, listing_bytes);
-            if needed <= bytes || responder.try_reserve_more(needed - bytes) {
-                return send(&self.connection, responder, answer);
+            let has_most = bytes == MOST_LISTING_BYTES
+                || responder.try_reserve_more(MOST_LISTING_BYTES - bytes);
+            let memory = if has_most { MOST_LISTING_BYTES } else { bytes };
+            let answer = attempt(|| call.run_within(memory, &|| closed.is_cancelled()));
+            let answer = match answer {
+                Ok(Some(answer)) => answer,
+                Ok(None) if has_most => {
+                    let message = format!(
+                        "the names of the listing need more than {MOST_LISTING_BYTES} bytes; list \
+                         it in smaller pages with `limit`"
+                    );
+                    return responder.send_error(ApiError::invalid_request(message));
+                }
+                Ok(None) => {
+                    responder.release_memory();
+                    return self.list(responder, MOST_LISTING_BYTES);
+                }
+                Err(error) => return send(&self.connection, responder, Err(error)),
+            };
+            match listings::source(answer) {
+                Ok((source, size)) => self.send_listing(responder, source, size),
+                Err(answer) => send(&self.connection, responder, Ok(answer)),
             }
-            drop(answer);
-            responder.release_memory();
-            self.list(responder, needed);
+        });
+    }
+
+    /// Sends a listing: whole if it is small or must be, otherwise in pieces.
+    fn send_listing(
+        self,
+        mut responder: RequestResponder,
+        mut source: Box<dyn PieceSource>,
+        size: ListingSize,
+    ) {
+        let connection = &self.connection;
+        if connection.sends_in_pieces(size.encoded as u64) && size.encoded <= MAX_MESSAGE_BYTES {
+            responder.shrink_memory(size.memory + PIECE_COST);
+            return responder.send_in_pieces((&connection.lane, &connection.closed), source);
+        }
+        responder.shrink_memory(size.memory + size.encoded);
+        responder.try_send_result(size.encoded, |out| {
+            while !source.next(out)? {}
+            Ok(())
         });
     }
 
@@ -131,27 +161,6 @@ impl AdmittedFileRequest {
         let closed = self.connection.closed.clone();
         let answer = attempt(|| self.call.run(&|| closed.is_cancelled()));
         send(&self.connection, responder, answer);
-    }
-}
-
-/// Approximate size of the response with a listing.
-fn listing_bytes(answer: &FileOutcome) -> usize {
-    match answer {
-        FileOutcome::Directory { found, .. } => found
-            .entries()
-            .map(|(name, _, says)| name.len() + ENTRY_BYTES + says.map_or(0, |says| says.len() * 2))
-            .sum::<usize>()
-            .saturating_add(found.metadata_len() * METADATA_BYTES),
-        FileOutcome::Walked(walked) => {
-            let entries = walked.directories().map(|(directory, entries)| {
-                let directory = directory.as_os_str().len() + ENTRY_BYTES;
-                entries
-                    .map(|(name, _)| directory + name.len())
-                    .sum::<usize>()
-            });
-            entries.sum::<usize>() + walked.errors.len() * 4 * ENTRY_BYTES
-        }
-        _ => 0,
     }
 }
 
@@ -165,14 +174,26 @@ pub(super) fn send(
     match answer {
         Ok(FileOutcome::File { path, file }) => read_open(connection, responder, path, file),
         Ok(FileOutcome::Content(data)) => send_content(responder, &data),
-        Ok(FileOutcome::Directory { path, found }) => send_listing(responder, &path, &found),
-        Ok(FileOutcome::Walked(walked)) => send_walk(responder, &walked),
+        Ok(answer @ (FileOutcome::Directory { .. } | FileOutcome::Walked(_))) => {
+            send_whole(responder, answer);
+        }
         Ok(FileOutcome::Response(response)) => responder.send(Ok(response)),
         Err(error) => {
             connection.audit_file_refusal(&error);
             responder.send_error(error);
         }
     }
+}
+
+/// Sends a listing in one message.
+fn send_whole(responder: RequestResponder, answer: FileOutcome) {
+    let Ok((mut source, size)) = listings::source(answer) else {
+        return;
+    };
+    responder.try_send_result(size.encoded, |out| {
+        while !source.next(out)? {}
+        Ok(())
+    });
 }
 
 /// Sends the content of a file.
@@ -196,7 +217,7 @@ fn read_open(connection: &Arc<Connection>, responder: RequestResponder, path: Pa
         Err(error) => return responder.send_error(error),
     };
     if connection.sends_in_pieces(size) {
-        return connection.send_in_pieces(responder, FileSource::new(file, path, size));
+        return connection.send_in_pieces(responder, Box::new(FileSource::new(file, path, size)));
     }
     let answer_bytes = encoded_len(size as usize) + ENVELOPE_BYTES;
     // The file is read only when there is memory for the response.
@@ -231,113 +252,4 @@ fn fits(size: usize) -> Result<(), ApiError> {
         "answer of {answer} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes per message; \
          stream the file with fs/open and fs/readBlock"
     )))
-}
-
-fn send_listing(responder: RequestResponder, directory: &PathUri, found: &Directory) {
-    let expected = found.len() * ENTRY_BYTES + found.metadata_len() * METADATA_BYTES;
-    responder.send_result(expected, |out| {
-        out.extend_from_slice(b"{\"entries\":[");
-        let mut uri = String::new();
-        for (position, (name, kind, says)) in found.entries().enumerate() {
-            if position > 0 {
-                out.push(b',');
-            }
-            out.extend_from_slice(b"{\"fileName\":");
-            push_text(out, &name.to_string_lossy());
-            out.extend_from_slice(match kind {
-                EntryType::Directory => b",\"isDirectory\":true,\"isFile\":false",
-                EntryType::File => b",\"isDirectory\":false,\"isFile\":true",
-                EntryType::Symlink | EntryType::Other => {
-                    &b",\"isDirectory\":false,\"isFile\":false"[..]
-                }
-            });
-            if name.to_str().is_none() {
-                uri.clear();
-                directory.push_child(name, &mut uri);
-                out.extend_from_slice(b",\"path\":\"");
-                out.extend_from_slice(uri.as_bytes());
-                out.push(b'"');
-            }
-            if let Some(says) = says {
-                out.extend_from_slice(b",\"symlinkTarget\":");
-                push_text(out, &says.to_string_lossy());
-            }
-            if let Some(metadata) = found.metadata(position) {
-                out.extend_from_slice(b",\"metadata\":");
-                let written = serde_json::to_writer(&mut *out, metadata);
-                debug_assert!(written.is_ok(), "numbers can be written to memory");
-            }
-            out.push(b'}');
-        }
-        out.push(b']');
-        push_next(out, found.next.as_deref());
-        out.push(b'}');
-    });
-}
-
-/// Appends the cursor of the next page, if there is one.
-fn push_next(out: &mut Vec<u8>, next: Option<&str>) {
-    if let Some(next) = next {
-        out.extend_from_slice(b",\"next\":");
-        push_text(out, next);
-    }
-}
-
-/// Appends a JSON string.
-fn push_text(out: &mut Vec<u8>, text: &str) {
-    let written = serde_json::to_writer(out, text);
-    debug_assert!(written.is_ok(), "any text can be written to memory");
-}
-
-fn send_walk(responder: RequestResponder, walked: &Walked) {
-    responder.send_result(64 * 1024, |out| {
-        out.extend_from_slice(b"{\"entries\":[");
-        let mut text = String::new();
-        let mut first = true;
-        for (directory, entries) in walked.directories() {
-            // The path is absolute and has no NUL byte, as all paths found by a walk.
-            let Ok(directory) = PathUri::from_native(directory) else {
-                continue;
-            };
-            for (name, kind) in entries {
-                text.clear();
-                directory.push_child(name, &mut text);
-                out.extend_from_slice(if first {
-                    b"{\"path\":\""
-                } else {
-                    b",{\"path\":\""
-                });
-                first = false;
-                out.extend_from_slice(text.as_bytes());
-                out.extend_from_slice(match kind {
-                    WalkKind::Directory => b"\",\"kind\":\"directory\"}",
-                    WalkKind::File => &b"\",\"kind\":\"file\"}"[..],
-                });
-            }
-        }
-        out.extend_from_slice(b"],\"errors\":[");
-        let errors = walked.errors.iter().filter_map(|(path, error)| {
-            let path = PathUri::from_native(path).ok()?;
-            Some((path, error.to_string()))
-        });
-        for (position, (path, message)) in errors.enumerate() {
-            out.extend_from_slice(if position == 0 {
-                b"{\"path\":\""
-            } else {
-                b",{\"path\":\""
-            });
-            out.extend_from_slice(path.as_str().as_bytes());
-            out.extend_from_slice(b"\",\"message\":");
-            push_text(out, &message);
-            out.push(b'}');
-        }
-        out.extend_from_slice(b"],\"truncated\":");
-        out.extend_from_slice(if walked.truncated {
-            b"true"
-        } else {
-            &b"false"[..]
-        });
-        push_next(out, walked.next.as_deref());
-        out.push(b'}');
-    });
 }

@@ -40,7 +40,11 @@ pub(crate) fn request(call: CheckedRequest<'_>, params: RequestParams) {
     let mut responder = call.responder;
     let admit = || -> Result<_, ApiError> {
         let prepared = exchange::prepare(&client, params)?;
-        let slot = call.connection.requests.enter(&request_id, streamed)?;
+        let live = &call.connection.server.metrics().live.http_requests;
+        let slot = call
+            .connection
+            .requests
+            .enter(&request_id, streamed, live)?;
         let waiting = call.connection.wait(&mut responder)?;
         Ok((prepared, slot, waiting))
     };

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use exec_server_engine::process as requests;
+use exec_server_engine::process::{self as requests, OutputMemory};
 use exec_server_engine::request;
 use exec_server_engine::start::start_result;
 use exec_server_engine::{Conditions, NewProcess, PreparedStart, Process, ProcessInfo};
-use exec_server_protocol::chunk::encoded_len;
+use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::process::{
     CloseStdinParams, Delivery, ListParams, ListResult, PauseOutputParams, ReadParams, ReadResult,
@@ -15,11 +15,15 @@ use exec_server_protocol::process::{
     TerminateResult, WaitForParams, WaitParams, WriteParams, WriteResult, WriteStatus,
 };
 
+use serde::Serialize;
+
 use crate::ApiError;
 use crate::connection::Connection;
 use crate::dispatch::CheckedRequest;
 use crate::follow::NotificationFamily;
 use crate::network::ClientPolicyDecider;
+use crate::output_pieces::EncodedOutput;
+use crate::pieces::PIECE_COST;
 use crate::process_audit::ProcessAudit;
 use crate::responder::RequestResponder;
 use crate::server::ExecServer;
@@ -43,7 +47,7 @@ pub(crate) fn start(call: CheckedRequest<'_>, params: StartParams) {
 
 /// Starts a process and responds. Continues even if the connection ends. A repeated request with
 /// the same start id starts no second process and gets the same response.
-pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
+pub(crate) fn launch<R: Serialize + Send + 'static>(
     call: CheckedRequest<'_>,
     info: ProcessInfo,
     dialect: NotificationFamily,
@@ -183,31 +187,62 @@ pub(crate) fn read(call: CheckedRequest<'_>, params: ReadParams) {
         let wait = Duration::from_millis(params.wait_ms.unwrap_or(0));
         let max_bytes = params.max_bytes;
         let own = params.session_id.is_none();
-        let now = requests::read_now(&managed.process, after, max_bytes, wait);
-        if let Some(result) = now {
-            note_end(managed, own, &result);
-            return responder.send(Ok(result));
+        if requests::is_read_ready(&managed.process, after, wait) {
+            let memory = requests::read_memory(&managed.process, after, max_bytes);
+            let managed = Arc::clone(managed);
+            let result = move || {
+                let result = requests::read(&managed.process, after, max_bytes);
+                note_end(&managed, own, &result);
+                result
+            };
+            return send_output(&connection, responder, memory, result, EncodedOutput::read);
         }
         let waiting = match connection.wait(&mut responder) {
             Ok(waiting) => waiting,
             Err(error) => return responder.send_error(error),
         };
         let managed = Arc::clone(managed);
+        let there = Arc::clone(&connection);
         connection.spawn(async move {
             requests::wait_for_new_data(&managed.process, after, wait).await;
             // The same output may wake many requests; responses are created only as memory for them
             // is available.
-            let bytes = managed.process.with_log(|log| log.retained_bytes());
-            responder
-                .reserve(encoded_len(usize::try_from(bytes).unwrap_or(0)) + 4096)
-                .await;
-            let result = requests::read(&managed.process, after, max_bytes);
-            note_end(&managed, own, &result);
-            drop(waiting);
-            responder.send(Ok(result));
+            let memory = requests::read_memory(&managed.process, after, max_bytes);
+            let result = move || {
+                let result = requests::read(&managed.process, after, max_bytes);
+                note_end(&managed, own, &result);
+                drop(waiting);
+                result
+            };
+            send_output(&there, responder, memory, result, EncodedOutput::read);
         });
     };
     in_session(call, session.as_deref(), &id, job);
+}
+
+/// Sends a result with output as soon as there is memory for it; in pieces if it is large.
+fn send_output<R: Serialize + Send + 'static>(
+    connection: &Arc<Connection>,
+    responder: RequestResponder,
+    memory: OutputMemory,
+    result: impl FnOnce() -> R + Send + 'static,
+    in_pieces: fn(R) -> Result<EncodedOutput, ApiError>,
+) {
+    let OutputMemory { whole, output } = memory;
+    if !connection.sends_in_pieces(whole as u64) || whole > MAX_MESSAGE_BYTES {
+        return connection.with_memory(responder, whole, |responder| responder.send(Ok(result())));
+    }
+    let there = Arc::clone(connection);
+    connection.with_memory(responder, PIECE_COST + output, move |responder| {
+        let source = match in_pieces(result()) {
+            Ok(source) => Box::new(source),
+            Err(error) => return responder.send_error(error),
+        };
+        let connection = Arc::clone(&there);
+        there.file_work(move || {
+            responder.send_in_pieces((&connection.lane, &connection.closed), source);
+        });
+    });
 }
 
 /// Marks a closed process as read to its end, if its own client has read all output.
@@ -417,12 +452,22 @@ pub(crate) fn wait_for(call: CheckedRequest<'_>, params: WaitForParams) {
 pub(crate) fn snapshot(call: CheckedRequest<'_>, params: SnapshotParams) {
     let (id, session) = (params.process_id, params.session_id);
     let unknown = ApiError::unknown_process(&id);
-    let job = move |_, managed: Option<&Arc<SessionProcess>>, responder: RequestResponder| {
+    let job = move |connection: Arc<Connection>,
+                    managed: Option<&Arc<SessionProcess>>,
+                    responder: RequestResponder| {
         let Some(managed) = managed else {
             return responder.send_error(unknown);
         };
-        let result = requests::snapshot(&managed.process, params.max_bytes);
-        responder.send(Ok(result));
+        let process = managed.process.clone();
+        let memory = requests::snapshot_memory(&process, params.max_bytes);
+        let result = move || requests::snapshot(&process, params.max_bytes);
+        send_output(
+            &connection,
+            responder,
+            memory,
+            result,
+            EncodedOutput::snapshot,
+        );
     };
     in_session(call, session.as_deref(), &id, job);
 }
@@ -446,15 +491,22 @@ pub(crate) fn list(call: CheckedRequest<'_>, params: ListParams) {
     } else {
         vec![session]
     };
-    let mut processes = Vec::new();
+    let mut listed = Vec::new();
     for session in sessions {
         let shown = params.all.then(|| session.id.clone());
-        let listed = session.processes();
-        processes.extend(
-            listed
-                .iter()
-                .map(|managed| requests::listed(&managed.info, &managed.process, shown.clone())),
-        );
+        let processes = session.processes().into_iter();
+        listed.extend(processes.map(|managed| (managed, shown.clone())));
     }
-    call.responder.send(Ok(ListResult { processes }));
+    let bytes = listed
+        .iter()
+        .map(|(managed, _)| requests::listed_bytes(&managed.info))
+        .sum();
+    let connection = call.connection;
+    connection.with_memory(call.responder, bytes, move |responder| {
+        let processes = listed
+            .into_iter()
+            .map(|(managed, shown)| requests::listed(&managed.info, &managed.process, shown))
+            .collect();
+        responder.send(Ok(ListResult { processes }));
+    });
 }

@@ -85,6 +85,7 @@ fn begin(
         subscription: Mutex::new(Some(subscription)),
         queued: AtomicBool::new(false),
         outbox: Arc::downgrade(&connection.outbox),
+        _live: connection.server.metrics().live.watches.object(),
     });
     let mut active = connection.watches.active.lock();
     if ConnectionWatches::holds(&active, &watch_id, cancelled) {

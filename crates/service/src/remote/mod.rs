@@ -201,7 +201,12 @@ pub async fn serve(
             ..ClientIdentity::anyone()
         };
         let name = format!("relay stream {}", stream.stream_id);
-        server.serve_as(stream.link, name, SessionLifetime::Resumable, identity)
+        let live = server.metrics().live.relay_streams.object();
+        let served = server.serve_as(stream.link, name, SessionLifetime::Resumable, identity);
+        async move {
+            served.await;
+            drop(live);
+        }
     })
     .await
 }

@@ -8,11 +8,41 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use exec_server_testkit::wire::Transport;
 use serde_json::{Value, json};
 
-use super::{FsFixture, fifo, names, uri, walk_options};
+use super::{FsFixture, MIB, fifo, names, uri, walk_options};
 use crate::over_all;
 
 over_all! {
     directory_tree_is_created_listed_walked_copied_moved_and_removed,
+    listings_above_a_mebibyte_arrive_whole,
+}
+
+/// Servers send such responses in pieces where the transport allows it.
+async fn listings_above_a_mebibyte_arrive_whole(on: Transport) {
+    const COUNT: usize = 6000;
+    let mut scene = FsFixture::new(on).await;
+    let name = |number: usize| format!("{number:05}{}", "-long".repeat(30));
+    fs::create_dir(scene.path("many")).unwrap();
+    for number in 0..COUNT {
+        fs::write(scene.path("many").join(name(number)), "").unwrap();
+    }
+    let expected: Vec<String> = (0..COUNT).map(name).collect();
+    let listed = scene.ok("fs/readDirectory", "many", json!({})).await;
+    assert!(listed.to_string().len() > MIB);
+    let entries = listed["entries"].as_array().unwrap().iter();
+    let mut found: Vec<_> = entries
+        .map(|entry| entry["fileName"].as_str().unwrap().to_owned())
+        .collect();
+    found.sort();
+    assert!(found == expected, "{} names", found.len());
+    let options = json!({"options": walk_options()});
+    let found = scene.ok("fs/walk", "many", options).await;
+    let root = scene.uri("many") + "/";
+    let paths = found["entries"].as_array().unwrap().iter().map(|entry| {
+        let path = entry["path"].as_str().unwrap();
+        path.strip_prefix(&root).unwrap()
+    });
+    assert!(paths.eq(expected.iter().map(String::as_str)));
+    assert_eq!(found["truncated"], false);
 }
 
 /// Entries of a walk, relative to the root of the scene.
