@@ -430,9 +430,7 @@ impl Settings {
         } else {
             let path = variable("PATH")?;
             let found = std::env::split_paths(&path).map(|directory| directory.join(name));
-            found
-                .into_iter()
-                .find(|program| fs::canonicalize(program).is_ok())?
+            found.into_iter().find(|program| program.exists())?
         };
         let is_of_system = SYSTEM
             .iter()
