@@ -362,7 +362,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn declared_returns_locations_of_a_manifest() {
+    fn plugin_manifest_declares_its_locations() {
         let file = |path: &str| DeclaredLocation::File(path.to_owned());
         for (mcp, says) in [
             (r#""./m.json""#, file("m.json")),

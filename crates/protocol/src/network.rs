@@ -312,7 +312,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn launch_objects_of_clients_are_parsed() {
+    fn start_params_of_known_clients_are_parsed() {
         let proxy: NetworkProxy = serde_json::from_value(json!({
             "proxy": {
                 "enabled": true, "enableSocks5": true, "enableSocks5Udp": false,

@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn readable_and_malformed_files_are_refused() {
+    fn identity_files_that_others_can_read_or_that_are_malformed_are_rejected() {
         let directory = KeyDirectory::new();
         let path = directory.0.join("identity");
         load_or_create(&path).unwrap();

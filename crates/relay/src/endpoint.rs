@@ -531,8 +531,8 @@ impl Endpoint {
     fn handle_unknown_stream(&mut self, now: Instant, frame: &Frame<'_>) {
         let refused = match &frame.body {
             FrameBody::Handshake { payload } => self.handle_handshake(now, frame, payload).err(),
-            // No reset: a harness that starts, one that ends its stream, and a late
-            // acknowledgement.
+            // These frames get no reset: the first frame of a harness, the end of a stream, and a
+            // late acknowledgement.
             FrameBody::Resume { next_seq: 0 } | FrameBody::Reset { .. } | FrameBody::Ack => None,
             FrameBody::Data { .. } | FrameBody::Resume { .. } | FrameBody::Heartbeat => {
                 let tombstones = self

@@ -58,7 +58,7 @@ impl HostFeatures {
         self.mounts()?;
         self.private_networks
             .clone()
-            .map_err(|why| format!("a network of its own cannot be set up: {why}"))?;
+            .map_err(|why| format!("a private network cannot be set up: {why}"))?;
         if !self.seccomp {
             return Err("this kernel has no seccomp filters".to_owned());
         }

@@ -285,7 +285,7 @@ impl SpareLaunchers {
         }
         let (setup, files) = receive(control)?;
         if files.is_empty() {
-            // The server requests nothing more.
+            // The message without files means that the server requests no further launches.
             self.discard();
             self.answer(control, Err(Errno::CANCELED.into()));
             return None;

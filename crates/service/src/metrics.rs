@@ -93,7 +93,7 @@ pub(crate) fn render(server: &ExecServer) -> String {
         ),
         (
             "network_decisions_untold_total",
-            "Decisions about hosts that no client was told of.",
+            "Decisions about hosts that were not notified to any client.",
             metrics.network_untold.value(),
         ),
         (
@@ -139,7 +139,7 @@ pub(crate) fn render(server: &ExecServer) -> String {
     );
     page.counters(
         "refusals_total",
-        "Connections that were not let in, by cause.",
+        "Refused connections, by cause.",
         "cause",
         REFUSALS.into_iter().zip(&metrics.refusals),
     );

@@ -418,7 +418,7 @@ fn token(
     let (key, token) = match (text, table.path("auth_token_file")?) {
         (None, None) => return Ok(None),
         (Some(_), Some(_)) => {
-            let reason = "`auth_bearer_token` is there already; only one of them can be";
+            let reason = "`auth_bearer_token` is already set; only one of the two is allowed";
             return Err(table.wrong("auth_token_file", reason));
         }
         (Some(text), None) if text.trim().is_empty() => {
@@ -981,7 +981,7 @@ mod tests {
             ),
             (
                 table("url = 'wss://h'\nauth_bearer_token = 'x'\nauth_token_file = 'y'"),
-                "6: `auth_token_file`: `auth_bearer_token` is there already",
+                "6: `auth_token_file`: `auth_bearer_token` is already set",
             ),
             (
                 table("url = 'ws://h'\nskills = []"),

@@ -792,7 +792,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn child_rejects_names_that_leave_the_directory() {
+    fn child_uri_rejects_names_that_leave_the_directory() {
         let root = uri("/srv/x").unwrap();
         assert_eq!(child(&root, "a b").unwrap().as_str(), "file:///srv/x/a%20b");
         for bad in ["", ".", "..", "a/b", "/a", "a\0b", "../x"] {

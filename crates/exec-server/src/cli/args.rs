@@ -1538,8 +1538,8 @@ pub(super) struct RunArgs {
 
     /// Keep processes running that the command started and that outlive it
     ///
-    /// Without it they are ended with the command, and named. A server ends them at last when the time
-    /// of --keep-alive is over.
+    /// Without this option, they are ended with the command, and listed. With it, the server ends them
+    /// when the time of --keep-alive has passed.
     #[arg(long, hide_short_help = true)]
     pub(super) leave_running: bool,
 

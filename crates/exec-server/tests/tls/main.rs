@@ -349,9 +349,9 @@ async fn unusable_certificate_files_are_named() {
     let missing = authority.path("missing");
     for (cert, key, expected) in [
         (&missing, &key, "cannot read certificates from"),
-        (&empty, &key, "there is none in it"),
+        (&empty, &key, "the file contains none"),
         (&cert, &missing, "cannot read a private key from"),
-        (&cert, &empty, "there is none in it"),
+        (&cert, &empty, "the file contains none"),
         (&cert, &other, "cannot use the certificate"),
     ] {
         let output = program()

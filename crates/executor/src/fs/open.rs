@@ -29,7 +29,6 @@ static HAS_OPENAT2: LazyLock<bool> = LazyLock::new(|| {
 ///
 /// Descriptors, working directories, roots and executables of processes cannot be reached through
 /// `/proc`: following their links would bypass every check of paths.
-/// `/proc`: their links lead past every check of paths.
 pub(super) fn open(
     path: &Path,
     flags: OFlags,

@@ -234,7 +234,7 @@ impl RegistryHttp {
         }
         let connector = self.connector()?;
         let name = ServerName::try_from(bare.to_owned())
-            .map_err(|_| self.unreachable("its name is none that TLS knows"))?;
+            .map_err(|_| self.unreachable("its name is not a valid TLS server name"))?;
         let stream = connect.await.map_err(|error| self.unreachable(error))?;
         let stream = connector.connect(name, stream).await;
         let stream = stream.map_err(|error| {

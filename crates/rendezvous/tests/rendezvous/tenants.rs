@@ -134,7 +134,7 @@ async fn requests_for_an_environment_of_another_tenant_act_as_if_it_did_not_exis
     assert_eq!(revoked, json!({"revocations": []}));
     let (_, revoked) = server.get("acme-ops-token", "/cloud/revocations").await;
     assert_eq!(revoked["revocations"].as_array().unwrap().len(), 4);
-    // Register: creates an environment of the caller's tenant.
+    // A registration creates the environment in the tenant of the caller.
     let (status, answer) = server.register_as("acme-executor-token", "secret", 4).await;
     assert_eq!(status, 200, "{answer}");
     // A URL of one tenant is not valid for the other.

@@ -131,7 +131,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
         .map_err(|error| unreadable(WHAT, path, describe(&error)))?
         .collect();
     match found {
-        Ok(found) if found.is_empty() => Err(unreadable(WHAT, path, "there is none in it")),
+        Ok(found) if found.is_empty() => Err(unreadable(WHAT, path, "the file contains none")),
         Ok(found) => Ok(found),
         Err(error) => Err(unreadable(WHAT, path, describe(&error))),
     }
@@ -139,7 +139,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
 
 fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
     PrivateKeyDer::from_pem_file(path).map_err(|error| match error {
-        pem::Error::NoItemsFound => unreadable("a private key", path, "there is none in it"),
+        pem::Error::NoItemsFound => unreadable("a private key", path, "the file contains none"),
         error => unreadable("a private key", path, describe(&error)),
     })
 }

@@ -73,7 +73,7 @@ impl TlsServer {
     /// If a text is invalid, certificate and key do not match, or the authorities cannot be read.
     pub fn in_memory(cert: &str, key: &Secret, client_ca: Option<&Path>) -> Result<Self, TlsError> {
         let memory = || PathBuf::from("memory");
-        let none = |what| unreadable(what, &memory(), "there is none in it");
+        let none = |what| unreadable(what, &memory(), "the text contains none");
         let certificate =
             CertificateDer::from_pem_slice(cert.as_bytes()).map_err(|_| none("certificates"))?;
         let key = PrivateKeyDer::from_pem_slice(key.expose().as_bytes())

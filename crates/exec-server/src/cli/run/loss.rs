@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reason_names_restart_and_expiry() {
+    fn loss_reason_names_server_restart_or_session_expiry() {
         let second = Duration::from_secs;
         let started = SystemTime::now() - second(130);
         let restart = reason(Some(Some(started)), Some(second(200)), second(86_400));
