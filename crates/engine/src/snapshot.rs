@@ -351,7 +351,7 @@ async fn take(
     let argv = vec![key.path.clone(), "-lc".to_owned(), script];
     let end = format!("\n{mark} end\n");
     let (output, process) = run_until(executor, spec, argv, &end, deadline).await?;
-    let mut snapshot = understand(&output, &mark, spec, key.policy.as_ref())?;
+    let mut snapshot = parse_shell_output(&output, &mark, spec, key.policy.as_ref())?;
     snapshot.left = process;
     // Background processes of start-up files may have written in between.
     let mut trial = ProcessSpec {
@@ -473,7 +473,7 @@ fn output(log: &Log) -> Vec<u8> {
 }
 
 /// Parses the output of a shell.
-fn understand(
+fn parse_shell_output(
     output: &[u8],
     mark: &str,
     spec: &ProcessSpec,
@@ -559,7 +559,7 @@ mod tests {
             ("GONE", "x"),
             ("OLDPWD", "/"),
         ]);
-        let taken = understand(output.as_bytes(), "M", &before, None).unwrap();
+        let taken = parse_shell_output(output.as_bytes(), "M", &before, None).unwrap();
         assert_eq!(taken.state, "f() { :; }");
         let set: Vec<_> = taken.set.iter().map(|(n, v)| (&**n, &**v)).collect();
         assert_eq!(set, [("ADDED", "a=b\nc"), ("CHANGED", "new")]);
@@ -573,7 +573,7 @@ mod tests {
             b"\nM 3\nA=1\nx\nM end\n",
             b"",
         ] {
-            assert!(understand(broken, "M", &before, None).is_err());
+            assert!(parse_shell_output(broken, "M", &before, None).is_err());
         }
     }
 

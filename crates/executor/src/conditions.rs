@@ -60,13 +60,14 @@ const CONTEXT_BYTES: usize = 4;
 const SETTLE: Duration = Duration::from_millis(20);
 
 /// Shortest and longest pause between two inspections of `/proc`.
-const LOOKS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(200));
+const INSPECTION_PAUSES: (Duration, Duration) =
+    (Duration::from_millis(5), Duration::from_millis(200));
 
-/// Inspections may take at most 1/`LOOK_SHARE` of the time.
-const LOOK_SHARE: u32 = 10;
+/// Inspections may take at most 1/`INSPECTION_SHARE` of the time.
+const INSPECTION_SHARE: u32 = 10;
 
 /// Limits the threads that read `/proc` for all waits together.
-static LOOKING: Semaphore = Semaphore::const_new(2);
+static INSPECTION_SLOTS: Semaphore = Semaphore::const_new(2);
 
 /// Maximum length of the match text in the result.
 const MAX_MATCH_TEXT_BYTES: usize = 4096;
@@ -198,7 +199,7 @@ impl Conditions {
             .any
             .iter()
             .any(|one| matches!(one, CompiledCondition::Regex(_)));
-        let looks = self.any.iter().any(CompiledCondition::looks);
+        let needs_inspection = self.any.iter().any(CompiledCondition::needs_inspection);
         // A cursor beyond the end of the log means: only output from now on.
         let end = process.with_log(|log| log.next_seq() - 1);
         let cursor = after_seq.min(end);
@@ -211,8 +212,8 @@ impl Conditions {
             evicted: None,
             active: now,
             tentative: None,
-            look_at: looks.then_some(now),
-            pause: LOOKS.0,
+            look_at: needs_inspection.then_some(now),
+            pause: INSPECTION_PAUSES.0,
             reader: None,
         }
         .run(timeout.and_then(|timeout| now.checked_add(timeout)))
@@ -221,7 +222,7 @@ impl Conditions {
 }
 
 impl CompiledCondition {
-    fn looks(&self) -> bool {
+    fn needs_inspection(&self) -> bool {
         matches!(self, Self::Port(_) | Self::TtyRead)
     }
 }
@@ -376,7 +377,7 @@ impl WaitProgress<'_> {
             };
             self.active = Instant::now();
             // Recent output often announces the awaited event, so inspect sooner.
-            self.pause = LOOKS.0;
+            self.pause = INSPECTION_PAUSES.0;
             if let Some(at) = &mut self.look_at {
                 *at = (*at).min(self.active + self.pause);
             }
@@ -438,7 +439,7 @@ impl WaitProgress<'_> {
         let tty = self.index(|one| matches!(one, CompiledCondition::TtyRead));
         let members = process.members().await;
         // This semaphore is never closed.
-        let permit = LOOKING.acquire().await;
+        let permit = INSPECTION_SLOTS.acquire().await;
         let (port, reader) = blocking(move || {
             let port = ports.into_iter().find_map(|(index, wanted)| {
                 proc_inspect::listens(&members, wanted).map(|(pid, port)| (index, pid, port))
@@ -466,9 +467,9 @@ impl WaitProgress<'_> {
             return None;
         }
         self.reader = None;
-        let pause = self.pause.max(began.elapsed() * LOOK_SHARE);
+        let pause = self.pause.max(began.elapsed() * INSPECTION_SHARE);
         self.look_at = Some(Instant::now() + pause);
-        self.pause = (self.pause * 2).min(LOOKS.1);
+        self.pause = (self.pause * 2).min(INSPECTION_PAUSES.1);
         None
     }
 

@@ -291,7 +291,7 @@ impl Oidc {
 
     /// Fetches the keys because one is missing, unless they were fetched within the last 10
     /// seconds.
-    async fn look_again(&self) {
+    async fn fetch_missing_key(&self) {
         let before = self.keys();
         let _alone = self.refreshing.lock().await;
         let recent = |last_request: Instant| now().duration_since(last_request) < REFRESH_PAUSE;
@@ -314,7 +314,7 @@ impl Oidc {
         let token = ParsedToken::parse(token, &SignatureAlgorithm::PUBLIC)?;
         let mut claims = token.verify(&self.keys());
         if claims == Err(jwt::JwtError::UnknownKey) {
-            self.look_again().await;
+            self.fetch_missing_key().await;
             claims = token.verify(&self.keys());
         }
         self.read(&claims?, i64::try_from(unix_now).unwrap_or(i64::MAX))

@@ -323,7 +323,7 @@ impl Decoder {
         at: &mut usize,
     ) -> Result<DecodeStep, WebsocketError> {
         if let Some(partial) = self.partial {
-            return self.take_in(partial, buffer, at);
+            return self.buffer_payload(partial, buffer, at);
         }
         self.release();
         let available = &mut buffer[*at..];
@@ -386,7 +386,7 @@ impl Decoder {
             self.assembling.get_or_insert(opcode);
             *at += header;
             let left = length;
-            return self.take_in(PartialFrame { fin, left, key }, buffer, at);
+            return self.buffer_payload(PartialFrame { fin, left, key }, buffer, at);
         }
         if masked {
             apply_mask(key, &mut available[header..header + length]);
@@ -418,7 +418,7 @@ impl Decoder {
     }
 
     /// Moves the available part of a long frame from the buffer to the message.
-    fn take_in(
+    fn buffer_payload(
         &mut self,
         mut partial: PartialFrame,
         buffer: &mut [u8],

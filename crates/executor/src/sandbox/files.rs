@@ -201,7 +201,7 @@ impl PolicyFiles {
         cancelled: CancelCheck<'_>,
     ) -> Result<M::Result, FsError> {
         let answer = self.call(M::request(params), cancelled)?;
-        M::result(answer.into_response()?).ok_or_else(odd)
+        M::result(answer.into_response()?).ok_or_else(unexpected_response)
     }
 
     /// Like [`PolicyFiles::call`], if that is possible without waiting. Returns at most `most` bytes of
@@ -278,7 +278,7 @@ impl PolicyFiles {
                 .map(|[directory, file]| TransferredFile::Aside(letter, directory, file)),
             _ => None,
         };
-        let opened = opened.ok_or_else(odd)?;
+        let opened = opened.ok_or_else(unexpected_response)?;
         Ok(OpenFile::received(path, opened, confined.clone()))
     }
 
@@ -348,7 +348,9 @@ fn answer_to(
         (FsRequest::ReadFile(_), HelperResponse::Content) => FileOutcome::Content(frame.tail),
         (FsRequest::ReadFile(params), HelperResponse::File) => FileOutcome::File {
             path: fs::native(&params.path)?,
-            file: one(frame.descriptors).ok_or_else(odd)?.into(),
+            file: one(frame.descriptors)
+                .ok_or_else(unexpected_response)?
+                .into(),
         },
         (FsRequest::ReadDirectory(params), HelperResponse::Directory(found))
             if found.is_whole() =>
@@ -360,7 +362,9 @@ fn answer_to(
             FileOutcome::Walked(walked)
         }
         (request, HelperResponse::Response(text)) => {
-            let mut response = request.decode_response(&text).map_err(|_| odd())?;
+            let mut response = request
+                .decode_response(&text)
+                .map_err(|_| unexpected_response())?;
             let entry = frame.descriptors.first();
             if let FsResponse::GetMetadata(found) = &mut response
                 && let Some(stat) = entry.and_then(|entry| rustix::fs::fstat(entry).ok())
@@ -369,7 +373,7 @@ fn answer_to(
             }
             FileOutcome::Response(response)
         }
-        _ => return Err(odd()),
+        _ => return Err(unexpected_response()),
     })
 }
 
@@ -498,7 +502,7 @@ impl ConfinedFiles {
             .head
         {
             HelperResponse::Placed => Ok(()),
-            _ => Err(odd()),
+            _ => Err(unexpected_response()),
         }
     }
 }
@@ -507,6 +511,6 @@ fn one(descriptors: Vec<OwnedFd>) -> Option<OwnedFd> {
     descriptors.into_iter().next()
 }
 
-fn odd() -> FsError {
-    FsError::Helper("it gave an answer to another question".to_owned())
+fn unexpected_response() -> FsError {
+    FsError::Helper("it returned the response to another request".to_owned())
 }

@@ -171,7 +171,7 @@ pub(super) fn receive<T: DeserializeOwned>(
     IncompleteFrame::new().receive(socket, RecvFlags::empty())
 }
 
-fn odd(what: &str) -> io::Error {
+fn invalid_data(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
 }
 
@@ -217,7 +217,8 @@ impl IncompleteFrame {
         };
         let mut bytes = std::mem::take(&mut self.bytes);
         let head_end = 8 + length_at(&bytes, 0);
-        let head = postcard::from_bytes(&bytes[8..head_end]).map_err(|_| odd("odd frame"))?;
+        let head =
+            postcard::from_bytes(&bytes[8..head_end]).map_err(|_| invalid_data("odd frame"))?;
         bytes.truncate(wanted);
         bytes.drain(..head_end);
         Ok(Some(HelperFrame {
@@ -250,7 +251,7 @@ impl IncompleteFrame {
                 .saturating_add(length_at(&self.bytes, 0))
                 .saturating_add(length_at(&self.bytes, 4));
             if total > MAX_FRAME_BYTES {
-                return Err(odd("frame too long"));
+                return Err(invalid_data("frame too long"));
             }
             if total > self.bytes.len() {
                 self.bytes.resize(total, 0);

@@ -347,7 +347,7 @@ impl EnvironmentRegistration {
             && let Err(error) = renewal.renew().await
         {
             let error = CredentialError::Renewal(error.to_string());
-            return Err(self.judge(error.into()));
+            return Err(self.classify_refusal(error.into()));
         }
         loop {
             let (registration, fresh) = match self.current() {
@@ -400,7 +400,7 @@ impl EnvironmentRegistration {
                 *self.lock() = Some(registration.clone());
                 Ok(registration)
             }
-            Err(error) => Err(self.judge(error)),
+            Err(error) => Err(self.classify_refusal(error)),
         }
     }
 
@@ -409,7 +409,7 @@ impl EnvironmentRegistration {
     /// On the first registration every refusal is reported immediately, because the user is present.
     /// An executor that has worked before retries instead, because ending it would kill its
     /// processes; but if the registry reports that the environment was deleted, no harness can use them any longer.
-    fn judge(&self, error: RegistryError) -> RelayDialError {
+    fn classify_refusal(&self, error: RegistryError) -> RelayDialError {
         let is_fatal = match self.registered.load(Ordering::Relaxed) {
             false => {
                 let renewable = matches!(
