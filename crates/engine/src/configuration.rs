@@ -130,10 +130,10 @@ impl ConfigFiles {
         stack.mark();
         let user = stack.add("user", &self.home.join(&self.config))?;
         for directory in self.trusted(cwd, user.as_ref()) {
-            let position = directory.join(&self.project_directory);
+            let folder = directory.join(&self.project_directory);
             // The user's own directory may also be a project directory: it is read only once.
-            if position != self.home {
-                stack.add("project", &position.join(&self.config))?;
+            if folder != self.home {
+                stack.add("project", &folder.join(&self.config))?;
             }
         }
         stack.add("managed", &self.system.join(&self.managed))?;
@@ -468,8 +468,8 @@ mod tests {
         let read = |cwd: &Path| {
             let stack = files.read_config(cwd, &keys(&[&["m"]])).unwrap();
             let value_of = |layer: &ConfigLayer| layer.toml.split('"').nth(1).unwrap().to_owned();
-            let value_of: Vec<String> = stack.layers.iter().map(value_of).collect();
-            (value_of.join(" "), stack.cloud_insertion_index)
+            let values: Vec<String> = stack.layers.iter().map(value_of).collect();
+            (values.join(" "), stack.cloud_insertion_index)
         };
         let sub = project.join("sub/not/there");
         assert_eq!(read(&sub), ("system managed".to_owned(), 1));

@@ -478,13 +478,13 @@ impl<H: Handler> PeerReader<H> {
 impl<H> PeerReader<H> {
     /// Returns that the server closed the connection, with the reason unless it was a normal close.
     fn closed_by_server(&self) -> String {
-        let reason = "the server closed the connection";
+        let closed = "the server closed the connection";
         match self.incoming.close_reason() {
-            Some((code, "")) if code > close_code::GOING_AWAY => format!("{reason} (code {code})"),
+            Some((code, "")) if code > close_code::GOING_AWAY => format!("{closed} (code {code})"),
             Some((code, reason)) if code > close_code::GOING_AWAY => {
-                format!("{reason}: {} (code {code})", printable(reason))
+                format!("{closed}: {} (code {code})", printable(reason))
             }
-            _ => reason.to_owned(),
+            _ => closed.to_owned(),
         }
     }
 }

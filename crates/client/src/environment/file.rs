@@ -818,11 +818,11 @@ mod tests {
             (long, "2: `id`: "),
             (
                 "[[environments]]\nid = 'local'".to_owned(),
-                "2: `id`: `local` has a meaning",
+                "2: `id`: `local` is reserved",
             ),
             (
                 "[[environments]]\nid = 'None'".to_owned(),
-                "2: `id`: `None` has a meaning",
+                "2: `id`: `None` is reserved",
             ),
             (
                 "[[environments]]\nid='a'\nurl='ws://h'\n[[environments]]\nid='a'\nurl='ws://i'"

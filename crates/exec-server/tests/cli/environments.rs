@@ -379,7 +379,7 @@ fn env_errors_name_the_mistake() {
     home.fails(&["ps", "--on", "local"], &["--on ENV"]);
     home.fails(
         &["env", "add", "local", "ws://h:1"],
-        &["`local` has a meaning"],
+        &["`local` is reserved"],
     );
     home.fails(
         &["env", "add", "a b", "ws://h:1"],

@@ -277,18 +277,18 @@ impl Registry {
         let mut learned = Vec::new();
         // The first entry has just responded.
         learned.extend(places.first().cloned());
-        let mut add = |base: Arc<RegistryBase>| {
-            let known = learned.iter().any(|known| known.base == base.base);
+        let mut add = |address: Arc<RegistryBase>| {
+            let known = learned.iter().any(|known| known.base == address.base);
             if !known && learned.len() < MAX_PLACES {
-                learned.push(base);
+                learned.push(address);
             }
         };
         for other in others {
-            if let Ok(base) = RegistryBase::new(other, &self.environment_id, &self.options)
-                && (base.base.scheme() == "https" || self.configured.base.scheme() == "http")
+            if let Ok(address) = RegistryBase::new(other, &self.environment_id, &self.options)
+                && (address.base.scheme() == "https" || self.configured.base.scheme() == "http")
             {
-                let before = places.iter().find(|known| known.base == base.base);
-                add(before.cloned().unwrap_or_else(|| Arc::new(base)));
+                let before = places.iter().find(|known| known.base == address.base);
+                add(before.cloned().unwrap_or_else(|| Arc::new(address)));
             }
         }
         add(Arc::clone(&self.configured));
@@ -296,9 +296,9 @@ impl Registry {
     }
 
     /// Moves this base URL to the front.
-    fn prefer(&self, base: &Arc<RegistryBase>) {
+    fn prefer(&self, address: &Arc<RegistryBase>) {
         let mut places = self.places.lock();
-        if let Some(at) = places.iter().position(|known| Arc::ptr_eq(known, base)) {
+        if let Some(at) = places.iter().position(|known| Arc::ptr_eq(known, address)) {
             places[..=at].rotate_right(1);
         }
     }
@@ -419,11 +419,11 @@ impl Registry {
         let mut url = url;
         loop {
             // Use a short time limit while there is another address to try.
-            let timeout = match rest.peek() {
+            let attempt_timeout = match rest.peek() {
                 Some(_) => timeout.min(HURRY),
                 None => timeout,
             };
-            let outcome = self.dial(url, timeout).await;
+            let outcome = self.dial(url, attempt_timeout).await;
             let void = matches!(
                 outcome,
                 Err(ConnectError::Refused {
@@ -459,15 +459,15 @@ impl Registry {
             registry: self.name().to_owned(),
             reason: format!("cannot encode the request: {error}"),
         })?;
-        let (base, status, answer) = self.post(action, &all, &body).await?;
-        let registry = || base.http.name().to_owned();
+        let (address, status, answer) = self.post(action, &all, &body).await?;
+        let registry = || address.http.name().to_owned();
         if (200..300).contains(&status) {
             return serde_json::from_slice(&answer).map_err(|error| RegistryError::Protocol {
                 registry: registry(),
                 reason: format!("cannot understand the answer to `{action}`: {error}"),
             });
         }
-        let (name, auth) = (base.http.name(), &self.options.auth);
+        let (name, auth) = (address.http.name(), &self.options.auth);
         Err(refusal(name, auth, status, &answer))
     }
 
@@ -480,21 +480,21 @@ impl Registry {
     ) -> Result<(Arc<RegistryBase>, u16, Vec<u8>), RegistryError> {
         let places = self.places.lock().clone();
         let mut rest = places.into_iter();
-        let mut base = rest.next().unwrap_or_else(|| Arc::clone(&self.configured));
+        let mut address = rest.next().unwrap_or_else(|| Arc::clone(&self.configured));
         loop {
-            let url = base.base.join(action).map_err(|_| RegistryError::Url {
-                url: public(&base.base),
+            let url = address.base.join(action).map_err(|_| RegistryError::Url {
+                url: public(&address.base),
                 reason: "it has no path",
             })?;
             let next = rest.next();
-            let post = base.http.post(&url, headers, body.to_vec());
+            let post = address.http.post(&url, headers, body.to_vec());
             let outcome = match &next {
                 None => post.await,
                 // Use a short time limit while there is another base URL to try.
                 Some(_) => match tokio::time::timeout(HURRY, post).await {
                     Ok(outcome) => outcome,
                     Err(_) => Err(RegistryError::Timeout {
-                        registry: base.http.name().to_owned(),
+                        registry: address.http.name().to_owned(),
                         timeout: HURRY,
                     }),
                 },
@@ -504,11 +504,11 @@ impl Registry {
                 Err(error) => error.is_outage(),
             };
             match next {
-                Some(next) if trouble => base = next,
+                Some(next) if trouble => address = next,
                 _ => {
                     let (status, answer) = outcome?;
-                    self.prefer(&base);
-                    return Ok((base, status, answer));
+                    self.prefer(&address);
+                    return Ok((address, status, answer));
                 }
             }
         }
