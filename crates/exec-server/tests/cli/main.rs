@@ -361,7 +361,7 @@ async fn kill_takes_several_ids_and_pids() {
     assert_eq!(
         out,
         format!(
-            "{id} ended, all its processes have exited\n{of_other} ended, nothing of it is left\n"
+            "{id} ended, all its processes have exited\n{of_other} ended, all its processes have exited\n"
         )
     );
     assert_eq!(one.wait().unwrap().code(), Some(137));
