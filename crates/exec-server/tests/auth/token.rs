@@ -131,7 +131,10 @@ async fn client_reads_token_from_file_or_variable_and_hides_it_from_commands() {
     let broken = files.write("broken", "a\nb");
     let refused = run(&["--token-file", &broken], &[]).await;
     let stderr = text(&refused.stderr);
-    assert!(stderr.contains("characters that an HTTP header cannot contain"), "{stderr}");
+    assert!(
+        stderr.contains("characters that an HTTP header cannot contain"),
+        "{stderr}"
+    );
 
     // Commands that run locally do not get it either.
     let mut here = program();
