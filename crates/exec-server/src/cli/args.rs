@@ -167,7 +167,7 @@ pub(super) fn refuse(error: &clap::Error) -> ExitCode {
 pub(super) enum CliCommand {
     /// Serve clients: run their commands, give them files
     #[command(after_help = "Examples:
-  exec-server serve                                  for this user: run --on serve
+  exec-server serve                    for this user: exec-server run --on serve
   exec-server serve --listen unix:///run/exec.sock
   exec-server serve --listen wss://0.0.0.0:4600 --tls-self-signed \\
       --ws-auth capability-token --ws-token-file token
@@ -431,11 +431,13 @@ pub(super) struct ServeArgs {
     #[arg(long, value_name = "URL")]
     pub(super) listen: Vec<String>,
 
-    /// Read settings from this TOML file; options and variables override it
+    /// Read settings from this TOML file
+    ///
+    /// Options and variables override it.
     #[arg(long, value_name = "FILE")]
     pub(super) config: Option<PathBuf>,
 
-    /// Set a key of the settings file, as in `limits.sessions=100`
+    /// Set a key of the settings: `limits.sessions=100`
     #[arg(long, value_name = "KEY=VALUE")]
     pub(super) set: Vec<String>,
 
@@ -778,7 +780,7 @@ pub(super) struct RendezvousArgs {
     pub(super) max_harness_sockets: usize,
 
     /// Serve Prometheus metrics at `http://IP:PORT/metrics`
-    #[arg(long, value_name = "IP:PORT")]
+    #[arg(long, value_name = "IP:PORT", hide_short_help = true)]
     pub(super) metrics_listen: Option<String>,
 
     /// Report up to COUNT tenants by name in metrics; the others are counted as `other`
