@@ -262,11 +262,6 @@ impl Connection {
         self.backlog.is_full() || self.slots.available_permits() == 0
     }
 
-    /// Whether the connection has no other request in progress.
-    pub(crate) fn is_alone(&self) -> bool {
-        self.slots.available_permits() + 1 >= self.concurrent_requests
-    }
-
     /// Whether the session waits for the client to reconnect after the connection ends.
     pub(crate) fn is_resumable(&self) -> bool {
         self.lifetime == SessionLifetime::Resumable

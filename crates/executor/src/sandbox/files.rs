@@ -383,13 +383,8 @@ pub struct ConfinedRead(PendingHelperRequest);
 
 impl ConfinedRead {
     /// Waits for the response. Returns `None` if the request must be repeated with [`PolicyFiles::call`].
-    /// With `spin`, polls for a moment before it waits.
-    pub async fn finish(
-        self,
-        request: &FsRequest,
-        spin: bool,
-    ) -> Option<Result<FileOutcome, FsError>> {
-        let frame = self.0.answer(spin).await?;
+    pub async fn finish(self, request: &FsRequest) -> Option<Result<FileOutcome, FsError>> {
+        let frame = self.0.answer().await?;
         if let HelperResponse::Failed(error) = frame.head {
             return Some(Err(error));
         }

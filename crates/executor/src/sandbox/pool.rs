@@ -7,7 +7,6 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -44,17 +43,6 @@ const SWEEP: Duration = Duration::from_millis(500);
 
 /// Interval at which a waiting request checks whether it was cancelled.
 const TIMEOUT: Duration = Duration::from_millis(100);
-
-/// How long to poll for a response before sleeping: a wake-up takes as long if it also has to wake
-/// a sleeping core.
-const MAX_SPIN: Duration = Duration::from_micros(100);
-
-/// Number of responses that are awaited without polling, after polling once was not successful.
-const SPINS_SKIPPED: u32 = 15;
-
-/// The same after another thread used this core for long: that delay affects every task of this
-/// thread.
-const SPINS_SKIPPED_WHEN_BUSY: u32 = 1023;
 
 /// Time in which a helper may exit by itself before it is killed.
 const EXIT_TIMEOUT: Duration = Duration::from_millis(500);
@@ -98,8 +86,6 @@ struct PoolShared {
     state: Mutex<PoolState>,
     /// Notified when a helper becomes idle or ends.
     changed: Condvar,
-    /// Number of responses that will still be awaited without polling.
-    skipped_spins: AtomicU32,
 }
 
 #[derive(Debug, Default)]
@@ -409,10 +395,9 @@ fn drop_on_blocking_thread(helpers: impl IntoIterator<Item = Helper>) {
 }
 
 impl PendingHelperRequest {
-    /// Waits for the response. Returns `None` if the helper failed or its view is stale. With
-    /// `spin`, polls for a moment first; only for callers that have no other work.
-    pub(super) async fn answer(mut self, spin: bool) -> Option<HelperFrame<HelperResponse>> {
-        let frame = self.receive(spin).await?;
+    /// Waits for the response. Returns `None` if the helper failed or its view is stale.
+    pub(super) async fn answer(mut self) -> Option<HelperFrame<HelperResponse>> {
+        let frame = self.receive().await?;
         if matches!(frame.head, HelperResponse::Stale) {
             return None;
         }
@@ -422,14 +407,11 @@ impl PendingHelperRequest {
         Some(frame)
     }
 
-    async fn receive(&self, spin: bool) -> Option<HelperFrame<HelperResponse>> {
+    async fn receive(&self) -> Option<HelperFrame<HelperResponse>> {
         let HelperSocket::Watched(socket) = self.helper.as_ref()?.socket.as_ref()? else {
             return None;
         };
         let mut receiving = IncompleteFrame::new();
-        if spin && let Some(found) = self.spin(&mut receiving, socket.get_ref()) {
-            return found.ok()?;
-        }
         loop {
             let mut ready = socket.readable().await.ok()?;
             match receiving.receive(socket.get_ref(), RecvFlags::DONTWAIT) {
@@ -441,40 +423,6 @@ impl PendingHelperRequest {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => ready.clear_ready(),
                 Err(_) => return None,
             }
-        }
-    }
-
-    /// Polls for a response, for about the time of a wake-up.
-    fn spin(
-        &self,
-        receiving: &mut IncompleteFrame,
-        socket: &OwnedFd,
-    ) -> Option<io::Result<Option<HelperFrame<HelperResponse>>>> {
-        let skipped_spins = &self.slot.as_ref()?.shared.skipped_spins;
-        let skip = |left: u32| left.checked_sub(1);
-        if skipped_spins
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, skip)
-            .is_ok()
-        {
-            return None;
-        }
-        let started_at = Instant::now();
-        // The kernel may schedule the helper on this core after this thread yields.
-        std::thread::yield_now();
-        if started_at.elapsed() >= 10 * MAX_SPIN {
-            skipped_spins.store(SPINS_SKIPPED_WHEN_BUSY, Ordering::Relaxed);
-        }
-        loop {
-            match receiving.receive(socket, RecvFlags::DONTWAIT) {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                received => return Some(received),
-            }
-            if started_at.elapsed() >= MAX_SPIN {
-                // The helper is busy, or waits for the core of this thread.
-                skipped_spins.fetch_max(SPINS_SKIPPED, Ordering::Relaxed);
-                return None;
-            }
-            std::hint::spin_loop();
         }
     }
 }

@@ -73,7 +73,7 @@ fn answer(mut call: CheckedRequest<'_>, request: FsRequest) {
     call.connection.spawn(async move {
         let connection = Arc::clone(&admitted.connection);
         let request = admitted.call.request();
-        match soon.finish(request, connection.is_alone()).await {
+        match soon.finish(request).await {
             // Reading the file can block, so it continues on a file thread.
             Some(Ok(answer @ FileOutcome::File { .. })) => {
                 let there = Arc::clone(&connection);
