@@ -213,7 +213,7 @@ fn of_exec_server(global: &[OsString], rest: &[OsString]) -> Result<CliCommand, 
         .and_then(|mut matches| CodexExecServer::from_arg_matches_mut(&mut matches));
     let parsed = match parsed {
         Ok(parsed) => parsed,
-        Err(error) => return Err(super::args::refuse(&error.format(&mut definition))),
+        Err(error) => return Err(super::parse::refuse(&error.format(&mut definition))),
     };
     let (codex, mut command) = match parsed.command {
         None => (parsed.codex, CliCommand::Serve(Box::new(parsed.serve))),

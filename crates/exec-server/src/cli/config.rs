@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use super::args::ConfigCommand;
 use super::print;
-use super::settings::{Settings, variable_of};
+use super::settings::Settings;
 
 pub(super) fn run(command: &ConfigCommand) -> anyhow::Result<ExitCode> {
     match command {
@@ -25,7 +25,8 @@ pub(super) fn run(command: &ConfigCommand) -> anyhow::Result<ExitCode> {
 
 fn as_text(settings: &Settings) -> String {
     let mut text = String::new();
-    for (name, value) in settings.iter() {
+    for (key, value) in settings.iter() {
+        let name = key.name;
         let (value, origin) = match value {
             Some((value, origin)) => (value.to_string(), origin.to_string()),
             None => ("(not set)".to_owned(), "default".to_owned()),
@@ -38,16 +39,16 @@ fn as_text(settings: &Settings) -> String {
 fn as_json(settings: &Settings) -> anyhow::Result<String> {
     let entries: Vec<_> = settings
         .iter()
-        .map(|(name, value)| {
+        .map(|(key, value)| {
             let (value, origin) = match value {
                 Some((value, origin)) => (serde_json::to_value(value)?, origin.to_string()),
                 None => (serde_json::Value::Null, "default".to_owned()),
             };
             Ok(serde_json::json!({
-                "key": name,
+                "key": key.name,
                 "value": value,
                 "origin": origin,
-                "variable": variable_of(name),
+                "variable": key.variable(),
             }))
         })
         .collect::<anyhow::Result<_>>()?;

@@ -101,28 +101,6 @@ fn find(listed: &[ListedProcess], session: &str, id: &str) -> anyhow::Result<Lis
     }
 }
 
-/// Parses a signal: a name with or without `SIG`, an alias, or a number.
-pub(super) fn signal_named(text: &str) -> Result<SignalName, String> {
-    let name = text.to_ascii_uppercase();
-    let name = name.strip_prefix("SIG").unwrap_or(&name);
-    Ok(match name {
-        "INT" | "INTERRUPT" | "2" => SignalName::Interrupt,
-        "TERM" | "TERMINATE" | "15" => SignalName::Terminate,
-        "KILL" | "9" => SignalName::Kill,
-        "HUP" | "HANGUP" | "1" => SignalName::Hangup,
-        "QUIT" | "3" => SignalName::Quit,
-        "USR1" | "USER1" | "10" => SignalName::User1,
-        "USR2" | "USER2" | "12" => SignalName::User2,
-        "STOP" | "19" => SignalName::Stop,
-        "CONT" | "CONTINUE" | "18" => SignalName::Continue,
-        _ => {
-            return Err(format!(
-                "there is no signal `{text}`; one of INT, TERM, KILL, HUP, QUIT, USR1, USR2, STOP, CONT"
-            ));
-        }
-    })
-}
-
 async fn send(
     client: &ExecServerClient,
     process: ListedProcess,
@@ -230,13 +208,5 @@ mod tests {
             let error = pids(words).unwrap_err().to_string();
             assert!(error.contains(says), "{error}");
         }
-    }
-
-    #[test]
-    fn signals_parse_by_name_and_number() {
-        for text in ["INT", "SIGINT", "sigint", "2", "interrupt"] {
-            assert_eq!(signal_named(text), Ok(SignalName::Interrupt), "{text}");
-        }
-        assert!(signal_named("TOP").unwrap_err().contains("USR1"));
     }
 }

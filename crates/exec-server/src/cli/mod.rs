@@ -21,6 +21,7 @@ mod network;
 mod on;
 mod overview;
 mod own_socket;
+mod parse;
 mod ps;
 mod registry;
 mod remote;
@@ -36,6 +37,7 @@ mod table;
 mod terminal;
 mod token;
 mod trust;
+mod values;
 
 use std::io::{self, Write as _};
 use std::path::Path;

@@ -151,7 +151,7 @@ fn advice(command: &str, operand: Option<&str>) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::args::definition;
+    use super::super::parse::definition;
     use super::*;
 
     #[test]

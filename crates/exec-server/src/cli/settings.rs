@@ -1,7 +1,7 @@
 //! Settings of the server, resolved from flags, environment, file and defaults.
 //!
-//! Owns the table of every key, where each value came from, and the one place where this program
-//! reads its environment. Reads no secret: those are read where they are used.
+//! Owns where each value came from, and the one place where this program reads its environment;
+//! `keys` is the table of every key. Reads no secret: those are read where they are used.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsString;
@@ -10,18 +10,20 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use exec_server_egress::http::{DEFAULT_DENY, HostRules, HttpConfig, ProxyChoice};
+use exec_server_egress::http::{HostRules, HttpConfig, ProxyChoice};
 use exec_server_engine::configuration::ConfigFiles;
 use exec_server_engine::host;
 use exec_server_executor::log::Retention;
 use exec_server_sandbox::placeholder::journal;
-use exec_server_service::{DEFAULT_LISTEN_URL, ExecServerConfig, ListenUrl, auth};
+use exec_server_service::{ExecServerConfig, ListenUrl};
 use exec_server_transport::keepalive::KeepaliveConfig;
 use toml::Value;
 
-use super::access;
-use super::args::{ServeArgs, parse_duration};
-use super::own_socket;
+use super::args::ServeArgs;
+use super::{access, own_socket};
+use keys::{KEYS, SettingKey, size, time};
+
+mod keys;
 
 /// Variable with the path of the settings file.
 pub(super) const FILE_VARIABLE: &str = "EXEC_SERVER_CONFIG";
@@ -51,111 +53,6 @@ const PRIVATE_VARIABLES: &[&str] = &[
     "NOTIFY_SOCKET",
     "WATCHDOG_PID",
     "WATCHDOG_USEC",
-];
-
-/// Type of a setting's value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ValueKind {
-    Flag,
-    Text,
-    Choice(&'static [&'static str]),
-    List,
-    /// A whole number with this minimum.
-    Count(i64),
-    /// Bytes: a number, or one with KiB, MiB or GiB.
-    Size,
-    /// A time like `10s`, or a number of seconds.
-    Time,
-}
-
-impl fmt::Display for ValueKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Flag => f.write_str("true or false"),
-            Self::Text => f.write_str("a text"),
-            Self::Choice(names) => write!(f, "one of {}", names.join(", ")),
-            Self::List => f.write_str("a list of texts"),
-            Self::Count(least) => write!(f, "a whole number of at least {least}"),
-            Self::Size => f.write_str("a number of bytes, as in 65536 or \"64KiB\""),
-            Self::Time => f.write_str("a time, as in \"500ms\", \"10s\", \"5m\" or \"1h\""),
-        }
-    }
-}
-
-pub(super) const MODES: &[&str] = &["capability-token", "signed-bearer-token"];
-pub(super) const FORMATS: &[&str] = &["text", "json"];
-
-/// All keys, in the order in which they are shown.
-pub(super) const KEYS: &[(&str, ValueKind)] = &[
-    ("listen", ValueKind::List),
-    ("threads", ValueKind::Count(1)),
-    ("auth.mode", ValueKind::Choice(MODES)),
-    ("auth.token_files", ValueKind::List),
-    ("auth.token_sha256", ValueKind::List),
-    ("auth.shared_secret_file", ValueKind::Text),
-    ("auth.issuer", ValueKind::Text),
-    ("auth.audience", ValueKind::Text),
-    ("auth.max_clock_skew", ValueKind::Time),
-    ("auth.allow_origins", ValueKind::List),
-    ("auth.trusted_proxies", ValueKind::List),
-    ("auth.danger_no_auth", ValueKind::Flag),
-    ("tls.cert", ValueKind::Text),
-    ("tls.key", ValueKind::Text),
-    ("tls.self_signed", ValueKind::Flag),
-    ("tls.client_ca", ValueKind::Text),
-    ("remote.url", ValueKind::Text),
-    ("remote.environment_id", ValueKind::Text),
-    ("remote.name", ValueKind::Text),
-    ("remote.identity_file", ValueKind::Text),
-    ("remote.token_file", ValueKind::Text),
-    ("remote.tls_pin", ValueKind::Text),
-    ("remote.tls_ca", ValueKind::Text),
-    ("remote.danger_plain_http", ValueKind::Flag),
-    ("remote.credential_command", ValueKind::Text),
-    ("remote.stay", ValueKind::Flag),
-    ("remote.lifecycle_listen", ValueKind::Text),
-    ("limits.connections", ValueKind::Count(1)),
-    ("limits.connections_per_address", ValueKind::Count(1)),
-    ("limits.sessions", ValueKind::Count(1)),
-    ("limits.processes", ValueKind::Count(1)),
-    ("limits.processes_per_session", ValueKind::Count(1)),
-    ("limits.concurrent_requests", ValueKind::Count(1)),
-    ("limits.waiting_requests", ValueKind::Count(1)),
-    ("limits.retained_bytes", ValueKind::Size),
-    ("limits.retained_chunks", ValueKind::Count(1)),
-    ("limits.total_retained_bytes", ValueKind::Size),
-    ("limits.response_bytes", ValueKind::Size),
-    ("limits.incomplete_bytes", ValueKind::Size),
-    ("times.handshake", ValueKind::Time),
-    ("times.ping", ValueKind::Time),
-    ("times.silence", ValueKind::Time),
-    ("times.detach_grace", ValueKind::Time),
-    ("times.max_detach_grace", ValueKind::Time),
-    ("times.closed_retention", ValueKind::Time),
-    ("times.inherited_output", ValueKind::Time),
-    ("times.shell_snapshot", ValueKind::Time),
-    ("times.drain", ValueKind::Time),
-    ("times.shutdown_grace", ValueKind::Time),
-    ("http.allow", ValueKind::List),
-    ("http.deny", ValueKind::List),
-    ("http.proxy", ValueKind::Text),
-    ("http.max_response_bytes", ValueKind::Size),
-    ("http.max_stream_bytes", ValueKind::Size),
-    ("client_config.system", ValueKind::Text),
-    ("client_config.home", ValueKind::Text),
-    ("client_config.file", ValueKind::Text),
-    ("client_config.requirements_file", ValueKind::Text),
-    ("client_config.managed_file", ValueKind::Text),
-    ("client_config.project_directory", ValueKind::Text),
-    ("client_config.project_marker", ValueKind::Text),
-    ("client_config.discover_all", ValueKind::Flag),
-    ("log.format", ValueKind::Choice(FORMATS)),
-    ("log.filter", ValueKind::Text),
-    ("metrics.listen", ValueKind::Text),
-    ("traces.endpoint", ValueKind::Text),
-    ("traces.service", ValueKind::Text),
-    ("audit.file", ValueKind::Text),
-    ("audit.redact", ValueKind::List),
 ];
 
 /// Origin of a value.
@@ -203,38 +100,44 @@ impl Settings {
             values: BTreeMap::new(),
             file: None,
         };
-        for (name, value) in defaults() {
-            settings.put(name, value, Origin::Default)?;
+        let config = ExecServerConfig::default();
+        for key in KEYS {
+            if let Some(default) = key.default {
+                settings.put(key.name, default(&config), Origin::Default)?;
+            }
         }
         let file = args.config.clone();
         if let Some(path) = file.or_else(|| env(FILE_VARIABLE).map(PathBuf::from)) {
             settings.read(&path)?;
             settings.file = Some(path);
         }
-        for &(name, kind) in KEYS {
-            let variable = variable_of(name);
-            if let Some(text) = env(&variable).filter(|text| !text.is_empty()) {
-                settings.put(name, typed(kind, &text), Origin::Variable(variable))?;
-            } else if name == "log.filter"
-                && let Some(text) = env("RUST_LOG").filter(|text| !text.is_empty())
-            {
-                settings.put(
-                    name,
-                    Value::String(text),
-                    Origin::Variable("RUST_LOG".into()),
-                )?;
+        let given = |name: &str| env(name).filter(|text| !text.is_empty());
+        for key in KEYS {
+            let mut variable = key.variable();
+            let mut text = given(&variable);
+            if text.is_none() && key.name == "log.filter" {
+                "RUST_LOG".clone_into(&mut variable);
+                text = given(&variable);
+            }
+            if let Some(text) = text {
+                let value = key.kind.typed(&text);
+                settings.put(key.name, value, Origin::Variable(variable))?;
             }
         }
         for setting in &args.set {
             let (name, text) = setting
                 .split_once('=')
                 .with_context(|| format!("--set {setting}: expected KEY=VALUE"))?;
-            let kind = kind_of(name).with_context(|| unknown(name, "--set"))?;
+            let key = SettingKey::named(name).with_context(|| unknown(name, "--set"))?;
             let origin = Origin::Flag("--set".to_owned());
-            settings.put(name, typed(kind, text), origin)?;
+            settings.put(name, key.kind.typed(text), origin)?;
         }
-        for (name, flag, value) in flags(args) {
-            settings.put(name, value, Origin::Flag(flag.to_owned()))?;
+        for key in KEYS {
+            if let Some((flag, value)) = key.flag
+                && let Some(value) = value(args)
+            {
+                settings.put(key.name, value, Origin::Flag(flag.to_owned()))?;
+            }
         }
         // If the service manager passes sockets, the default listener is not used.
         let is_handed_over = env("LISTEN_FDS").is_some();
@@ -254,7 +157,7 @@ impl Settings {
             .with_context(|| format!("cannot understand {}", path.display()))?;
         let sections: HashSet<&str> = KEYS
             .iter()
-            .filter_map(|(name, _)| Some(name.split_once('.')?.0))
+            .filter_map(|key| Some(key.name.split_once('.')?.0))
             .collect();
         let mut found = Vec::new();
         for (name, value) in table {
@@ -274,32 +177,25 @@ impl Settings {
 
     /// Sets a value; fails if it is not of the key's kind.
     fn put(&mut self, name: &str, value: Value, origin: Origin) -> anyhow::Result<()> {
-        let Some(&(name, kind)) = KEYS.iter().find(|(key, _)| *key == name) else {
+        let Some(key) = SettingKey::named(name) else {
             bail!(unknown(name, &origin.to_string()));
         };
-        let fits = match (kind, &value) {
-            (ValueKind::Flag, Value::Boolean(_)) | (ValueKind::Text, Value::String(_)) => true,
-            (ValueKind::Choice(names), Value::String(text)) => names.contains(&text.as_str()),
-            (ValueKind::List, Value::Array(items)) => items.iter().all(Value::is_str),
-            (ValueKind::Count(least), Value::Integer(number)) => *number >= least,
-            (ValueKind::Size, value) => size(value).is_some(),
-            (ValueKind::Time, value) => time(value).is_some(),
-            _ => false,
-        };
-        if !fits {
-            bail!("{origin}: `{name}` must be {kind}, not {value}");
+        if !key.kind.fits(&value) {
+            bail!("{origin}: `{name}` must be {}, not {value}", key.kind);
         }
-        self.values.insert(name, (value, origin));
+        self.values.insert(key.name, (value, origin));
         Ok(())
     }
 
     /// All keys, each with its value and its origin if it has one.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (&'static str, Option<&(Value, Origin)>)> {
-        KEYS.iter().map(|&(name, _)| (name, self.values.get(name)))
+    pub(super) fn iter(
+        &self,
+    ) -> impl Iterator<Item = (&'static SettingKey, Option<&(Value, Origin)>)> {
+        KEYS.iter().map(|key| (key, self.values.get(key.name)))
     }
 
     fn value(&self, name: &str) -> Option<&Value> {
-        debug_assert!(kind_of(name).is_some(), "{name} is in the table");
+        debug_assert!(SettingKey::named(name).is_some(), "{name} is in the table");
         self.values.get(name).map(|(value, _)| value)
     }
 
@@ -564,303 +460,8 @@ impl Settings {
     }
 }
 
-fn kind_of(name: &str) -> Option<ValueKind> {
-    KEYS.iter()
-        .find(|(key, _)| *key == name)
-        .map(|&(_, kind)| kind)
-}
-
-/// The variable that sets a key.
-pub(super) fn variable_of(name: &str) -> String {
-    format!("EXEC_SERVER_{}", name.replace('.', "_").to_uppercase())
-}
-
 fn unknown(name: &str, origin: &str) -> String {
     format!("{origin}: unknown key `{name}`; `exec-server config show` lists all of them")
-}
-
-/// Converts text to a value of this kind; text that cannot be converted stays text and is rejected
-/// later.
-fn typed(kind: ValueKind, text: &str) -> Value {
-    let plain = || Value::String(text.to_owned());
-    match kind {
-        ValueKind::Text | ValueKind::Choice(_) => plain(),
-        ValueKind::Flag => text.parse().map_or_else(|_| plain(), Value::Boolean),
-        ValueKind::Count(_) | ValueKind::Size | ValueKind::Time => {
-            text.parse().map_or_else(|_| plain(), Value::Integer)
-        }
-        // A list has the syntax of the settings file; a single element may be written without
-        // brackets.
-        ValueKind::List => match format!("list = {text}").parse::<toml::Table>() {
-            Ok(mut table) if text.starts_with('[') => table.remove("list").unwrap_or_else(plain),
-            _ => Value::Array(vec![plain()]),
-        },
-    }
-}
-
-fn size(value: &Value) -> Option<usize> {
-    match value {
-        Value::Integer(bytes) => usize::try_from(*bytes).ok(),
-        Value::String(text) => {
-            let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-            let unit = match &text[digits.len()..] {
-                "" | "B" => 1,
-                "KiB" => 1 << 10,
-                "MiB" => 1 << 20,
-                "GiB" => 1 << 30,
-                _ => return None,
-            };
-            digits.trim_end().parse::<usize>().ok()?.checked_mul(unit)
-        }
-        _ => None,
-    }
-}
-
-fn time(value: &Value) -> Option<Duration> {
-    match value {
-        Value::Integer(seconds) => u64::try_from(*seconds).ok().map(Duration::from_secs),
-        Value::String(text) => parse_duration(text).ok(),
-        _ => None,
-    }
-}
-
-/// Default values; other keys have no default.
-fn defaults() -> Vec<(&'static str, Value)> {
-    let config = ExecServerConfig::default();
-    let count = |number: usize| Value::Integer(i64::try_from(number).unwrap_or(i64::MAX));
-    let time = |time: Duration| {
-        Value::String(if time.subsec_millis() == 0 {
-            format!("{}s", time.as_secs())
-        } else {
-            format!("{}ms", time.as_millis())
-        })
-    };
-    let text = |text: &str| Value::String(text.to_owned());
-    let none = || Value::Array(Vec::new());
-    let codex = ConfigFiles::codex(PathBuf::new());
-    vec![
-        ("listen", Value::Array(vec![text(DEFAULT_LISTEN_URL)])),
-        ("auth.token_files", none()),
-        ("auth.token_sha256", none()),
-        ("auth.max_clock_skew", time(auth::DEFAULT_CLOCK_SKEW)),
-        ("auth.allow_origins", none()),
-        ("auth.trusted_proxies", none()),
-        ("auth.danger_no_auth", Value::Boolean(false)),
-        ("tls.self_signed", Value::Boolean(false)),
-        ("remote.danger_plain_http", Value::Boolean(false)),
-        ("remote.stay", Value::Boolean(false)),
-        ("limits.connections", count(config.max_connections)),
-        (
-            "limits.connections_per_address",
-            count(config.max_connections_per_address),
-        ),
-        ("limits.sessions", count(config.max_sessions)),
-        ("limits.processes", count(config.max_processes)),
-        (
-            "limits.processes_per_session",
-            count(config.max_processes_per_session),
-        ),
-        (
-            "limits.concurrent_requests",
-            count(config.concurrent_requests),
-        ),
-        (
-            "limits.waiting_requests",
-            count(config.max_waiting_requests),
-        ),
-        ("limits.retained_bytes", count(config.retention.bytes)),
-        ("limits.retained_chunks", count(config.retention.chunks)),
-        (
-            "limits.total_retained_bytes",
-            count(config.max_retained_bytes),
-        ),
-        ("limits.response_bytes", count(config.max_queued_bytes)),
-        (
-            "limits.incomplete_bytes",
-            count(config.max_incomplete_bytes),
-        ),
-        ("times.handshake", time(config.handshake_timeout)),
-        ("times.ping", time(config.keepalive.interval)),
-        ("times.silence", time(config.keepalive.deadline)),
-        ("times.detach_grace", time(config.detach_grace)),
-        ("times.max_detach_grace", time(config.max_detach_grace)),
-        ("times.closed_retention", time(config.closed_retention)),
-        (
-            "times.inherited_output",
-            time(config.inherited_output_grace),
-        ),
-        ("times.shell_snapshot", time(config.snapshot_time)),
-        ("times.drain", time(config.drain_timeout)),
-        ("times.shutdown_grace", time(config.shutdown_grace)),
-        ("http.allow", none()),
-        (
-            "http.deny",
-            Value::Array(DEFAULT_DENY.iter().map(|rule| text(rule)).collect()),
-        ),
-        ("http.proxy", text("environment")),
-        (
-            "http.max_response_bytes",
-            count(config.http.max_response_bytes),
-        ),
-        (
-            "client_config.system",
-            text(&codex.system.to_string_lossy()),
-        ),
-        ("client_config.file", text(&codex.config)),
-        ("client_config.requirements_file", text(&codex.requirements)),
-        ("client_config.managed_file", text(&codex.managed)),
-        (
-            "client_config.project_directory",
-            text(&codex.project_directory),
-        ),
-        ("client_config.project_marker", text(&codex.project_marker)),
-        ("client_config.discover_all", Value::Boolean(false)),
-        ("log.format", text("text")),
-        ("log.filter", text("error")),
-        ("traces.service", text("exec-server")),
-        ("audit.redact", none()),
-    ]
-}
-
-/// The options on the command line, as keys, flags and values.
-fn flags(args: &ServeArgs) -> Vec<(&'static str, &'static str, Value)> {
-    let mut given = Vec::new();
-    let text = |text: &str| Value::String(text.to_owned());
-    let path = |path: &PathBuf| Value::String(path.to_string_lossy().into_owned());
-    let list = |items: &[String]| Value::Array(items.iter().map(|item| text(item)).collect());
-    let count = |number: usize| Value::Integer(i64::try_from(number).unwrap_or(i64::MAX));
-    let mut put = |name, flag, value: Option<Value>| {
-        if let Some(value) = value {
-            given.push((name, flag, value));
-        }
-    };
-    let several = |items: &[String]| (!items.is_empty()).then(|| list(items));
-    let switch = |on: bool| on.then_some(Value::Boolean(true));
-    let auth = &args.auth;
-    let tls = &args.tls;
-    put("listen", "--listen", several(&args.listen));
-    put("threads", "--threads", args.threads.map(|n| count(n.get())));
-    put(
-        "limits.concurrent_requests",
-        "--concurrent-requests",
-        args.concurrent_requests.map(|n| count(n.get())),
-    );
-    put("auth.mode", "--ws-auth", auth.ws_auth.as_deref().map(text));
-    put(
-        "auth.token_files",
-        "--ws-token-file",
-        several(&auth.ws_token_file),
-    );
-    put(
-        "auth.token_sha256",
-        "--ws-token-sha256",
-        several(&auth.ws_token_sha256),
-    );
-    put(
-        "auth.shared_secret_file",
-        "--ws-shared-secret-file",
-        auth.ws_shared_secret_file.as_ref().map(path),
-    );
-    put(
-        "auth.issuer",
-        "--ws-issuer",
-        auth.ws_issuer.as_deref().map(text),
-    );
-    put(
-        "auth.audience",
-        "--ws-audience",
-        auth.ws_audience.as_deref().map(text),
-    );
-    put(
-        "auth.max_clock_skew",
-        "--ws-max-clock-skew-seconds",
-        auth.ws_max_clock_skew_seconds
-            .map(|seconds| Value::Integer(seconds.into())),
-    );
-    put(
-        "auth.allow_origins",
-        "--allow-origin",
-        several(&auth.allow_origin),
-    );
-    put(
-        "auth.danger_no_auth",
-        "--danger-no-auth",
-        switch(args.danger_no_auth),
-    );
-    put("tls.cert", "--tls-cert", tls.tls_cert.as_ref().map(path));
-    put("tls.key", "--tls-key", tls.tls_key.as_ref().map(path));
-    put(
-        "tls.self_signed",
-        "--tls-self-signed",
-        switch(tls.tls_self_signed),
-    );
-    put(
-        "tls.client_ca",
-        "--tls-client-ca",
-        tls.tls_client_ca.as_ref().map(path),
-    );
-    let remote = &args.remote;
-    put("remote.url", "--remote", remote.remote.as_deref().map(text));
-    put(
-        "remote.environment_id",
-        "--environment-id",
-        remote.environment_id.as_deref().map(text),
-    );
-    put("remote.name", "--name", remote.name.as_deref().map(text));
-    put(
-        "remote.identity_file",
-        "--identity-file",
-        remote.identity_file.as_ref().map(path),
-    );
-    put(
-        "remote.token_file",
-        "--remote-token-file",
-        remote.remote_token_file.as_ref().map(path),
-    );
-    put(
-        "remote.tls_pin",
-        "--remote-tls-pin",
-        remote.remote_tls_pin.as_deref().map(text),
-    );
-    put(
-        "remote.tls_ca",
-        "--remote-tls-ca",
-        remote.remote_tls_ca.as_ref().map(path),
-    );
-    put(
-        "remote.danger_plain_http",
-        "--danger-plain-http",
-        switch(remote.danger_plain_http),
-    );
-    put(
-        "remote.credential_command",
-        "--credential-command",
-        remote.credential_command.as_deref().map(text),
-    );
-    put("remote.stay", "--stay", switch(remote.stay));
-    put(
-        "remote.lifecycle_listen",
-        "--lifecycle-listen",
-        remote.lifecycle_listen.as_deref().map(text),
-    );
-    put("times.drain", "--drain", args.drain.as_deref().map(text));
-    put(
-        "log.format",
-        "--log-format",
-        args.log_format.as_deref().map(text),
-    );
-    put("log.filter", "--log", args.log.as_deref().map(text));
-    put(
-        "metrics.listen",
-        "--metrics-listen",
-        args.metrics_listen.as_deref().map(text),
-    );
-    put(
-        "audit.file",
-        "--audit-file",
-        args.audit_file.as_ref().map(path),
-    );
-    given
 }
 
 /// Name of the directory with the journals of placeholders in the state directory.
@@ -1131,8 +732,9 @@ mod tests {
         let file = file(&uncommented);
         let path = file.path().to_str().unwrap();
         let settings = resolve(&["--config", path], &[]).unwrap();
-        let defaults: BTreeMap<_, _> = defaults().into_iter().collect();
-        for (name, value) in settings.iter() {
+        let config = ExecServerConfig::default();
+        for (key, value) in settings.iter() {
+            let name = key.name;
             let (value, origin) = value.unwrap_or_else(|| panic!("{name} is not in the example"));
             assert_eq!(origin.to_string(), path, "{name} is not in the example");
             let same = |default: &Value| {
@@ -1145,7 +747,8 @@ mod tests {
                     |(a, b)| a == b,
                 )
             };
-            if let Some(default) = defaults.get(name) {
+            if let Some(default) = key.default {
+                let default = &default(&config);
                 // Keys whose default is an empty list have an example value in the file.
                 let shown = default.as_array().is_some_and(Vec::is_empty) || same(default);
                 assert!(shown, "{name} is {default} by default, not {value}");
@@ -1154,6 +757,6 @@ mod tests {
         // The example file changes no default.
         let file = self::file(example);
         let as_is = resolve(&["--config", file.path().to_str().unwrap()], &[]).unwrap();
-        assert!(KEYS.iter().all(|(name, _)| !as_is.is_set(name)));
+        assert!(KEYS.iter().all(|key| !as_is.is_set(key.name)));
     }
 }

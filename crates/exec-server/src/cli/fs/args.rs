@@ -9,7 +9,8 @@ use std::time::Duration;
 use clap::Subcommand;
 
 use super::chmod::ModeChange;
-use crate::cli::args::{ServerArgs, parse_duration};
+use crate::cli::args::ServerArgs;
+use crate::cli::values::parse_duration;
 
 // Options of `fs`.
 #[derive(Debug, clap::Args)]
