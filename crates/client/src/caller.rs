@@ -18,6 +18,11 @@ use crate::session_connection::ConnectionHolder;
 /// the same request waits, the request itself may be the cause.
 const MAX_REPEATS: u32 = 16;
 
+/// Returns a unique id.
+pub(crate) fn unique() -> String {
+    uuid::Uuid::new_v4().to_string()
+}
+
 /// Sends requests over the current connection; cheap to clone.
 #[derive(Debug, Clone)]
 pub(crate) struct RequestSender {

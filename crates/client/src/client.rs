@@ -17,13 +17,11 @@ use tokio::sync::{OnceCell, watch};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::backend::StartedProcess;
-use crate::caller::RequestSender;
+use crate::caller::{RequestSender, unique};
 use crate::dial::{Dial, DialledLink, UrlDial};
 use crate::error::ExecServerError;
 use crate::extension;
-use crate::fs::RemoteFileSystem;
 use crate::options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs, millis};
-use crate::remote::unique;
 use crate::route::ClientRoutes;
 use crate::session_connection;
 use crate::state::{ConnectionState, ConnectionStates};
@@ -284,11 +282,6 @@ impl ExecServerClient {
         let info = self.inner.environment.get_or_try_init(ask).await?;
         info.as_ref()
             .ok_or(ExecServerError::Unsupported(environment::Info::NAME))
-    }
-
-    /// Returns the file system of the server's machine.
-    pub fn file_system(&self) -> RemoteFileSystem {
-        RemoteFileSystem::new(self.clone())
     }
 
     /// Returns whether the server implements an extension: a method, or a field written as

@@ -28,7 +28,7 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::backend::{ExecBackend, ExecProcess, ReadRequest, StartedProcess, WaitForRequest};
-use crate::caller::RequestSender;
+use crate::caller::{RequestSender, unique};
 use crate::client::ExecServerClient;
 use crate::error::{ExecServerError, Reply};
 use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents};
@@ -210,11 +210,6 @@ pub struct AttachRequest {
     pub delivery: Delivery,
     /// Whether the process was started with a terminal.
     pub tty: bool,
-}
-
-/// Returns a unique id.
-pub(crate) fn unique() -> String {
-    uuid::Uuid::new_v4().to_string()
 }
 
 async fn terminate(client: &ExecServerClient, process_id: String) {

@@ -13,7 +13,8 @@ use exec_server_sync::Mutex;
 use tokio::task::JoinSet;
 
 use super::handle::Environment;
-use super::roots::{ResolvedCapabilityRoot, SelectedCapabilityRoot};
+use super::resolved_roots::ResolvedCapabilityRoot;
+use super::roots::SelectedCapabilityRoot;
 use crate::error::ExecServerError;
 
 /// Cache of the capabilities found under selected roots; cheap to clone.

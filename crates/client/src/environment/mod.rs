@@ -19,6 +19,7 @@ mod manager;
 mod provisioning;
 #[cfg(feature = "registry")]
 mod registry;
+mod resolved_roots;
 mod roots;
 mod source;
 mod step;
@@ -32,9 +33,10 @@ pub use id::{EnvironmentIdError, LOCAL, REMOTE};
 pub use lazy::Readiness;
 pub use manager::{EnvironmentError, EnvironmentManager};
 pub use provisioning::{ReadyReport, ReportError};
+pub use resolved_roots::{ResolvedCapabilityRoot, RootInspection};
 pub use roots::{
     CapabilityRootLocation, CapabilitySelection, MAX_SELECTED_CAPABILITY_ROOTS, MergedRoots,
-    ResolvedCapabilityRoot, RootInspection, RootOwner, SelectedCapabilityRoot, merge_roots,
+    RootOwner, SelectedCapabilityRoot, merge_roots,
 };
 pub use source::{
     ConfiguredEnvironments, EnvironmentList, EnvironmentProvider, EnvironmentSourceError,

@@ -3,12 +3,8 @@
 //! Defines the persisted data and how lists of roots are merged. Persisted roots name an
 //! environment by its id and never contain a handle.
 
-use std::sync::Arc;
-
 use exec_server_protocol::PathUri;
 use serde::{Deserialize, Deserializer, Serialize};
-
-use super::handle::Environment;
 
 /// Maximum number of roots that the environments of one step, or one report, may contribute.
 pub const MAX_SELECTED_CAPABILITY_ROOTS: usize = 256;
@@ -118,26 +114,6 @@ impl CapabilitySelection {
     pub fn fork(&self) -> Self {
         self.clone()
     }
-}
-
-/// Selected root and the environment handle to use it with.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct ResolvedCapabilityRoot {
-    /// The selected root.
-    pub root: SelectedCapabilityRoot,
-    /// The environment, as captured by the step.
-    pub environment: Arc<Environment>,
-}
-
-/// Roots that can be used now, and warnings about the others.
-#[derive(Debug, Clone, Default)]
-#[non_exhaustive]
-pub struct RootInspection {
-    /// Roots of ready environments, in order.
-    pub ready_roots: Vec<ResolvedCapabilityRoot>,
-    /// Reasons why other roots cannot be used, as readable text.
-    pub warnings: Vec<String>,
 }
 
 /// Merged list of roots from several sources.

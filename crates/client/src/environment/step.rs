@@ -9,7 +9,8 @@ use std::sync::Arc;
 use super::handle::{Environment, described};
 use super::lazy::Readiness;
 use super::manager::EnvironmentManager;
-use super::roots::{ResolvedCapabilityRoot, RootInspection, SelectedCapabilityRoot};
+use super::resolved_roots::{ResolvedCapabilityRoot, RootInspection};
+use super::roots::SelectedCapabilityRoot;
 
 /// Environments that a thread of work is attached to, in order; the first is the primary one.
 ///

@@ -54,6 +54,13 @@ pub struct RemoteFileSystem {
     client: ExecServerClient,
 }
 
+impl ExecServerClient {
+    /// Returns the file system of the server's machine.
+    pub fn file_system(&self) -> RemoteFileSystem {
+        RemoteFileSystem::new(self.clone())
+    }
+}
+
 impl RemoteFileSystem {
     /// Creates the file system of a client's server.
     pub fn new(client: ExecServerClient) -> Self {

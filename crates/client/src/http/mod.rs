@@ -3,6 +3,7 @@
 //! Owns the trait that embedders program against. A server
 //! ([`ExecServerClient`](crate::ExecServerClient)) or this machine ([`LocalHttp`]) sends the requests.
 
+mod bodies;
 #[cfg(feature = "local")]
 mod local;
 mod remote;
@@ -16,9 +17,9 @@ use futures_util::future::BoxFuture;
 
 use crate::error::{ExecServerError, Reply};
 
+pub(crate) use bodies::BodyRoutes;
 #[cfg(feature = "local")]
 pub use local::LocalHttp;
-pub(crate) use remote::BodyRoutes;
 
 /// HTTP backend of one machine: sends requests with its network, and with values of its environment
 /// variables.

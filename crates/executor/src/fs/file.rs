@@ -1,8 +1,9 @@
 //! File content: read, write, block IO and hashing.
 
+use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
@@ -17,7 +18,6 @@ use super::metadata::{modified, set_owner};
 use super::open::open;
 use super::replace::{NEW_FILE_MODE, Replacement, ReplacementDescription, WriteTarget, target};
 use super::{CancelCheck, FsError, NewAttributes, SymlinkPolicy, at, check_cancelled, protected};
-use crate::sandbox::files::ConfinedFiles;
 
 /// Opens a regular file for reading.
 ///
@@ -184,7 +184,19 @@ enum OpenAccess {
     Direct(File),
     Aside(Replacement),
     /// Written to a temporary file and renamed by a confined helper, under its policy.
-    Confined(Replacement, ConfinedFiles),
+    Confined(Replacement, Box<dyn ConfinedRename>),
+}
+
+/// Gives a file its final name where this process may not, but a confined helper may.
+pub(crate) trait ConfinedRename: fmt::Debug + Send + Sync {
+    /// Renames a file that was written under a temporary name; the descriptors are its directory and
+    /// the file.
+    fn rename_into_place(
+        &self,
+        path: &Path,
+        letter: ReplacementDescription,
+        descriptors: [BorrowedFd<'_>; 2],
+    ) -> Result<(), FsError>;
 }
 
 /// An open file that a confined helper transfers to this process.
@@ -231,11 +243,16 @@ impl OpenFile {
     }
 
     /// Creates the value from a file that a confined helper opened.
-    pub(crate) fn received(path: &Path, opened: TransferredFile, confined: ConfinedFiles) -> Self {
+    pub(crate) fn received(
+        path: &Path,
+        opened: TransferredFile,
+        confined: impl ConfinedRename + 'static,
+    ) -> Self {
         let access = match opened {
             TransferredFile::Direct(file) => OpenAccess::Direct(file),
             TransferredFile::Aside(letter, directory, file) => {
-                OpenAccess::Confined(Replacement::received(letter, directory, file), confined)
+                let replacement = Replacement::received(letter, directory, file);
+                OpenAccess::Confined(replacement, Box::new(confined))
             }
         };
         Self {

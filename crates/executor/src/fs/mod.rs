@@ -37,8 +37,8 @@ pub use directory::{
     Directory, DirectoryListing, EntryType, ListingFields, MAX_DIRECTORY_ENTRIES, canonicalize,
     create_directory, read_directory,
 };
+pub(crate) use file::{ConfinedRename, TransferredFile, open_sized, rename_into_place};
 pub use file::{OpenFile, hash, open_file, read_at, readable_size, write_file};
-pub(crate) use file::{TransferredFile, open_sized, rename_into_place};
 pub use kept_names::kept_names_bytes;
 pub(crate) use metadata::entry;
 pub use metadata::{

@@ -20,7 +20,8 @@ use super::pool::{CachedResolution, HelperKey, PendingHelperRequest};
 use crate::executor::Executor;
 use crate::fs::wire::text;
 use crate::fs::{
-    self, CancelCheck, FileOutcome, FsError, OpenFile, ReplacementDescription, TransferredFile,
+    self, CancelCheck, ConfinedRename, FileOutcome, FsError, OpenFile, ReplacementDescription,
+    TransferredFile,
 };
 
 /// Access that a file operation needs.
@@ -478,9 +479,10 @@ impl ConfinedFiles {
             _ => Ok(frame),
         }
     }
+}
 
-    /// Renames a file that was written under a temporary name to its final name.
-    pub(crate) fn rename_into_place(
+impl ConfinedRename for ConfinedFiles {
+    fn rename_into_place(
         &self,
         path: &Path,
         letter: ReplacementDescription,
