@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, SystemTime};
 
-use exec_server_protocol::sandbox::Permissions;
+use exec_server_protocol::sandbox::{EnforcementReport, Permissions};
 use exec_server_sandbox::{
     self as sandbox, OrderFile, PendingLaunch, PreparedSandbox, Program, SandboxedChild, launcher,
 };
@@ -32,6 +32,7 @@ use crate::spec::{PreparedSpec, ProcessSpec, StartError, Stdio, Timeout};
 use crate::tree::{self, Leader, TAG_RESOURCE, TreeTag};
 use exec_server_sys::launch::{Launch, SpawnError, SpawnStep, launch};
 use exec_server_sys::poll;
+use exec_server_sys::rlimit::Resource;
 
 /// A running child process and everything that its supervisor needs.
 ///
@@ -103,27 +104,11 @@ pub(crate) async fn start(
 
 /// Starts the child; blocks until it has executed its program.
 fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild, StartError> {
-    let system = |action| move |source| StartError::System { action, source };
-    let of_sandbox = |error| StartError::of_sandbox(error, spec);
     let prepared = PreparedSpec::new(spec)?;
-    let prepared_sandbox = match (&spec.sandbox, &spec.network) {
-        (Some(sandbox), _) if sandbox.permissions != Permissions::Disabled => {
-            let host = executor.sandbox_host()?;
-            let hidden = &executor.config().hidden;
-            let network = spec.network.as_ref();
-            let prepared = sandbox::prepare(sandbox, &spec.env, network, host, hidden);
-            Some(prepared.map_err(of_sandbox)?)
-        }
-        (_, Some(network)) => {
-            let host = executor.sandbox_host()?;
-            Some(sandbox::prepare_network(network, host).map_err(of_sandbox)?)
-        }
-        (Some(_), None) => Some(PreparedSandbox::open()),
-        (None, None) => None,
-    };
-    let is_confined = prepared_sandbox
+    let prepared_sandbox = prepare_sandbox(executor, spec)?;
+    let confining = prepared_sandbox
         .as_ref()
-        .is_some_and(|prepared_sandbox| !prepared_sandbox.is_open());
+        .filter(|prepared_sandbox| !prepared_sandbox.is_open());
     let own_processes = prepared_sandbox
         .as_ref()
         .map_or(0, PreparedSandbox::own_processes);
@@ -131,76 +116,15 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
     let tag = TreeTag::fresh();
     let since = tree::clock();
     let mut rlimits = vec![(TAG_RESOURCE, tag.0)];
-    if !is_confined {
+    if confining.is_none() {
         rlimits.extend(&applied.rlimits);
     }
-
     // The child's ends are closed when they go out of scope, after the launch.
-    let (ends, stdin, stdout, stderr);
-    match spec.stdio {
-        Stdio::Pipes { stdin: piped } => {
-            let (out_read, out_write) = pipe().map_err(system("make a pipe"))?;
-            let (err_read, err_write) = pipe().map_err(system("make a pipe"))?;
-            let (input, ours) = if piped {
-                let (read, write) = pipe().map_err(system("make a pipe"))?;
-                (Some(read), Some(write))
-            } else {
-                (None, None)
-            };
-            stdin = input;
-            stdout = Some(out_write);
-            stderr = Some(err_write);
-            ends = ServerEnds::Pipes {
-                stdin: ours,
-                stdout: out_read,
-                stderr: err_read,
-            };
-        }
-        Stdio::Terminal(size) => {
-            let (master, child) = terminal::open(size).map_err(system("open a terminal"))?;
-            stdin = Some(high(child).map_err(system("open a terminal"))?);
-            stdout = None;
-            stderr = None;
-            ends = ServerEnds::Terminal(high(master).map_err(system("open a terminal"))?);
-        }
-    }
-    let input = stdin.as_ref().map_or(executor.null(), |fd| fd.as_fd());
-    let groups: Vec<_> = applied
-        .groups
-        .iter()
-        .map(|group| group.procs.as_fd())
-        .collect();
+    let (ends, streams) = ChildStreams::open(spec.stdio)?;
     let terminal = matches!(ends, ServerEnds::Terminal(_));
-    let strings = |texts: &'_ [CString]| -> Vec<_> { texts.to_vec() };
-    // In a sandbox, the command is sent to the launcher in a message; the arguments and the
-    // environment of the launcher do not contain it.
-    let pending_launch = match &prepared_sandbox {
-        Some(prepared_sandbox) if is_confined => {
-            let program = Program {
-                candidates: &prepared.candidates,
-                argv: &prepared.argv,
-                env: &prepared.env,
-                cwd: &prepared.cwd,
-            };
-            let pending_launch =
-                PendingLaunch::run(prepared_sandbox, &program, &applied.rlimits, terminal);
-            Some(pending_launch.map_err(system("prepare the sandbox launcher"))?)
-        }
-        _ => None,
-    };
-    let (candidates, argv, env, cwd) = match &pending_launch {
-        Some(_) => (
-            vec![executor.launcher().path().map_err(of_sandbox)?.to_owned()],
-            strings(&[c"exec-server".to_owned(), launcher::ARGUMENT.to_owned()]),
-            Vec::new(),
-            c"/",
-        ),
-        None => (
-            strings(&prepared.candidates),
-            strings(&prepared.argv),
-            strings(&prepared.env),
-            prepared.cwd.as_c_str(),
-        ),
+    let pending_launch = match confining {
+        Some(sandbox) => Some(order_launcher(sandbox, &prepared, &applied, terminal)?),
+        None => None,
     };
     let mut connecting = prepared_sandbox
         .as_ref()
@@ -209,41 +133,16 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
     let own_session = prepared_sandbox
         .as_ref()
         .is_some_and(PreparedSandbox::has_namespaces);
-    let extra = pending_launch.as_ref().map(PendingLaunch::descriptors);
-    let (pid, pidfd) = executor
-        .register(|| {
-            let stdout = stdout.as_ref().map_or(input, |fd| fd.as_fd());
-            let stderr = stderr.as_ref().map_or(input, |fd| fd.as_fd());
-            let controlling_terminal = terminal && !own_session;
-            if let Some(pending_launch) = &pending_launch {
-                let request = sandbox::ForkRequest {
-                    streams: [input, stdout, stderr],
-                    pending_launch,
-                    limits: &rlimits,
-                    groups: &groups,
-                    terminal: controlling_terminal,
-                };
-                // If forking from the standby fails, fall through: exec reports a more precise
-                // error.
-                if let Ok(forked) = executor.launcher().fork(executor.null(), &request) {
-                    return Ok(forked);
-                }
-            }
-            launch(&Launch {
-                candidates: &pointers(&candidates),
-                argv: &pointers(&argv),
-                env: &pointers(&env),
-                cwd,
-                stdin: input,
-                stdout,
-                stderr,
-                controlling_terminal,
-                limits: &rlimits,
-                groups: &groups,
-                extra: extra.as_ref().map_or(&[], |extra| extra.as_slice()),
-            })
-        })
-        .map_err(|error| explain(error, spec, pending_launch.is_some()))?;
+    let fork = ChildFork {
+        prepared: &prepared,
+        pending_launch: pending_launch.as_ref(),
+        streams: &streams,
+        controlling_terminal: terminal && !own_session,
+        rlimits: &rlimits,
+        applied: &applied,
+    };
+    let (pid, pidfd) = fork.run(executor, spec)?;
+    drop(streams);
     if let Some(connecting) = &mut connecting {
         connecting.started(pid);
     }
@@ -255,12 +154,10 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
     };
     let (leader, listeners, order_file) = match pending_launch {
         Some(pending_launch) => {
-            let launched = pending_launch.wait().map_err(of_sandbox)?;
-            (
-                launched.leader,
-                launched.listeners,
-                Some(launched.order_file),
-            )
+            let ready = pending_launch
+                .wait()
+                .map_err(|error| StartError::of_sandbox(error, spec))?;
+            (ready.leader, ready.listeners, Some(ready.order_file))
         }
         None => (None, Vec::new(), None),
     };
@@ -284,6 +181,170 @@ fn launch_child(executor: &Executor, spec: &ProcessSpec) -> Result<RunningChild,
         sandbox,
         listeners,
     })
+}
+
+/// Resolves and plans the policy of a spec, if it has one.
+fn prepare_sandbox(
+    executor: &Executor,
+    spec: &ProcessSpec,
+) -> Result<Option<PreparedSandbox>, StartError> {
+    let of_sandbox = |error| StartError::of_sandbox(error, spec);
+    Ok(match (&spec.sandbox, &spec.network) {
+        (Some(sandbox), _) if sandbox.permissions != Permissions::Disabled => {
+            let host = executor.sandbox_host()?;
+            let hidden = &executor.config().hidden;
+            let network = spec.network.as_ref();
+            let prepared = sandbox::prepare(sandbox, &spec.env, network, host, hidden);
+            Some(prepared.map_err(of_sandbox)?)
+        }
+        (_, Some(network)) => {
+            let host = executor.sandbox_host()?;
+            Some(sandbox::prepare_network(network, host).map_err(of_sandbox)?)
+        }
+        (Some(_), None) => Some(PreparedSandbox::open()),
+        (None, None) => None,
+    })
+}
+
+/// Prepares the message for the launcher: the arguments and the environment of the launcher do not
+/// contain the command.
+fn order_launcher(
+    sandbox: &PreparedSandbox,
+    prepared: &PreparedSpec,
+    applied: &ChildLimits,
+    terminal: bool,
+) -> Result<PendingLaunch, StartError> {
+    let program = Program {
+        candidates: &prepared.candidates,
+        argv: &prepared.argv,
+        env: &prepared.env,
+        cwd: &prepared.cwd,
+    };
+    PendingLaunch::run(sandbox, &program, &applied.rlimits, terminal)
+        .map_err(system("prepare the sandbox launcher"))
+}
+
+fn system(action: &'static str) -> impl Fn(io::Error) -> StartError {
+    move |source| StartError::System { action, source }
+}
+
+/// The child's ends of its standard streams; `None` is the null device, and for output the same as
+/// the input.
+struct ChildStreams {
+    stdin: Option<OwnedFd>,
+    stdout: Option<OwnedFd>,
+    stderr: Option<OwnedFd>,
+}
+
+impl ChildStreams {
+    fn open(stdio: Stdio) -> Result<(ServerEnds, Self), StartError> {
+        match stdio {
+            Stdio::Pipes { stdin: piped } => {
+                let (stdout, child_stdout) = pipe().map_err(system("make a pipe"))?;
+                let (stderr, child_stderr) = pipe().map_err(system("make a pipe"))?;
+                let (child_stdin, stdin) = if piped {
+                    let (read, write) = pipe().map_err(system("make a pipe"))?;
+                    (Some(read), Some(write))
+                } else {
+                    (None, None)
+                };
+                let child = Self {
+                    stdin: child_stdin,
+                    stdout: Some(child_stdout),
+                    stderr: Some(child_stderr),
+                };
+                let ends = ServerEnds::Pipes {
+                    stdin,
+                    stdout,
+                    stderr,
+                };
+                Ok((ends, child))
+            }
+            Stdio::Terminal(size) => {
+                let open = || -> io::Result<(OwnedFd, OwnedFd)> {
+                    let (master, child) = terminal::open(size)?;
+                    Ok((high(master)?, high(child)?))
+                };
+                let (master, child) = open().map_err(system("open a terminal"))?;
+                let child = Self {
+                    stdin: Some(child),
+                    stdout: None,
+                    stderr: None,
+                };
+                Ok((ServerEnds::Terminal(master), child))
+            }
+        }
+    }
+}
+
+/// What forking the child, or the launcher of a confined child, needs.
+struct ChildFork<'a> {
+    prepared: &'a PreparedSpec,
+    pending_launch: Option<&'a PendingLaunch>,
+    streams: &'a ChildStreams,
+    controlling_terminal: bool,
+    rlimits: &'a [(Resource, u64)],
+    applied: &'a ChildLimits,
+}
+
+impl ChildFork<'_> {
+    fn run(&self, executor: &Executor, spec: &ProcessSpec) -> Result<(Pid, OwnedFd), StartError> {
+        let launcher;
+        let (candidates, argv, env, cwd) = match self.pending_launch {
+            Some(_) => {
+                let path = executor.launcher().path();
+                launcher = path.map_err(|error| StartError::of_sandbox(error, spec))?;
+                let argv = vec![c"exec-server", launcher::ARGUMENT];
+                (vec![launcher], argv, Vec::new(), c"/")
+            }
+            None => (
+                pointers(&self.prepared.candidates),
+                pointers(&self.prepared.argv),
+                pointers(&self.prepared.env),
+                self.prepared.cwd.as_c_str(),
+            ),
+        };
+        let streams = self.streams;
+        let input = streams
+            .stdin
+            .as_ref()
+            .map_or(executor.null(), |fd| fd.as_fd());
+        let stdout = streams.stdout.as_ref().map_or(input, |fd| fd.as_fd());
+        let stderr = streams.stderr.as_ref().map_or(input, |fd| fd.as_fd());
+        let groups = self.applied.groups.iter();
+        let groups: Vec<_> = groups.map(|group| group.procs.as_fd()).collect();
+        let extra = self.pending_launch.map(PendingLaunch::descriptors);
+        let forked = executor.register(|| {
+            if let Some(pending_launch) = self.pending_launch {
+                let request = sandbox::ForkRequest {
+                    streams: [input, stdout, stderr],
+                    pending_launch,
+                    limits: self.rlimits,
+                    groups: &groups,
+                    terminal: self.controlling_terminal,
+                };
+                // If forking from the standby fails, fall through: exec reports a more precise
+                // error.
+                if let Ok(forked) = executor.launcher().fork(executor.null(), &request) {
+                    return Ok(forked);
+                }
+            }
+            launch(&Launch {
+                candidates: &candidates,
+                argv: &argv,
+                env: &env,
+                cwd,
+                stdin: input,
+                stdout,
+                stderr,
+                controlling_terminal: self.controlling_terminal,
+                limits: self.rlimits,
+                groups: &groups,
+                extra: extra.as_ref().map_or(&[], |extra| extra.as_slice()),
+            })
+        });
+        forked.map_err(|error| explain(error, spec, self.pending_launch.is_some()))
+    }
 }
 
 fn pointers(texts: &[CString]) -> Vec<&CStr> {
@@ -365,59 +426,13 @@ fn adopt(
         listeners,
     } = running;
     let pid = child.pid;
-    let readable = |fd: OwnedFd, interest| -> io::Result<Arc<AsyncFd<OwnedFd>>> {
-        rustix::io::ioctl_fionbio(&fd, true)?;
-        Ok(Arc::new(poll::register(fd, interest)?))
-    };
-    let mut sources = Vec::with_capacity(2);
-    let mut master = None;
-    let stdin = match ends {
-        ServerEnds::Pipes {
-            stdin,
-            stdout,
-            stderr,
-        } => {
-            for (fd, stream) in [
-                (stdout, OutputStream::Stdout),
-                (stderr, OutputStream::Stderr),
-            ] {
-                sources.push(OutputSource::new(readable(fd, Interest::READABLE)?, stream));
-            }
-            let stdin = stdin
-                .map(|fd| readable(fd, Interest::WRITABLE))
-                .transpose()?;
-            StdinQueue::new(stdin, false)
-        }
-        ServerEnds::Terminal(fd) => {
-            let fd = readable(fd, Interest::READABLE | Interest::WRITABLE)?;
-            sources.push(OutputSource::new(Arc::clone(&fd), OutputStream::Pty));
-            master = Some(Arc::clone(&fd));
-            StdinQueue::new(Some(fd), true)
-        }
-    };
-    let (inside, enforcement, facts, placeholders, order_file, connecting) = match sandbox {
-        Some(SandboxState {
-            prepared_sandbox,
-            inside,
-            order_file,
-            connecting,
-        }) => {
-            let PreparedSandbox {
-                enforcement,
-                facts,
-                placeholders,
-                ..
-            } = prepared_sandbox;
-            let enforcement = Some(enforcement);
-            (
-                inside,
-                enforcement,
-                facts,
-                placeholders,
-                order_file,
-                connecting,
-            )
-        }
+    let ServerStreams {
+        sources,
+        stdin,
+        master,
+    } = ServerStreams::register(ends)?;
+    let (inside, enforcement, guard) = match sandbox {
+        Some(sandbox) => sandbox.into_parts(),
         None => Default::default(),
     };
     let (inside, inside_pidfd) = inside
@@ -458,12 +473,7 @@ fn adopt(
         pidfd,
         sources,
         timeout,
-        SandboxGuard {
-            facts,
-            placeholders,
-            order_file,
-            _connecting: connecting,
-        },
+        guard,
     );
     // The task holds the process state: it ends when the process has ended, or when the last handle
     // is dropped.
@@ -473,4 +483,75 @@ fn adopt(
         shared,
         _owner: owner,
     })
+}
+
+impl SandboxState {
+    /// The process inside, what is enforced, and what lasts as long as the process.
+    fn into_parts(
+        self,
+    ) -> (
+        Option<SandboxedChild>,
+        Option<EnforcementReport>,
+        SandboxGuard,
+    ) {
+        let PreparedSandbox {
+            enforcement,
+            facts,
+            placeholders,
+            ..
+        } = self.prepared_sandbox;
+        let guard = SandboxGuard {
+            facts,
+            placeholders,
+            order_file: self.order_file,
+            _connecting: self.connecting,
+        };
+        (self.inside, Some(enforcement), guard)
+    }
+}
+
+/// The server's ends, registered with the runtime.
+struct ServerStreams {
+    sources: Vec<OutputSource>,
+    stdin: StdinQueue,
+    /// The terminal, if there is one.
+    master: Option<Arc<AsyncFd<OwnedFd>>>,
+}
+
+impl ServerStreams {
+    fn register(ends: ServerEnds) -> io::Result<Self> {
+        let readable = |fd: OwnedFd, interest| -> io::Result<Arc<AsyncFd<OwnedFd>>> {
+            rustix::io::ioctl_fionbio(&fd, true)?;
+            Ok(Arc::new(poll::register(fd, interest)?))
+        };
+        match ends {
+            ServerEnds::Pipes {
+                stdin,
+                stdout,
+                stderr,
+            } => {
+                let stdout = readable(stdout, Interest::READABLE)?;
+                let stderr = readable(stderr, Interest::READABLE)?;
+                let stdin = stdin
+                    .map(|fd| readable(fd, Interest::WRITABLE))
+                    .transpose()?;
+                Ok(Self {
+                    sources: vec![
+                        OutputSource::new(stdout, OutputStream::Stdout),
+                        OutputSource::new(stderr, OutputStream::Stderr),
+                    ],
+                    stdin: StdinQueue::new(stdin, false),
+                    master: None,
+                })
+            }
+            ServerEnds::Terminal(fd) => {
+                let fd = readable(fd, Interest::READABLE | Interest::WRITABLE)?;
+                Ok(Self {
+                    sources: vec![OutputSource::new(Arc::clone(&fd), OutputStream::Pty)],
+                    stdin: StdinQueue::new(Some(Arc::clone(&fd)), true),
+                    master: Some(fd),
+                })
+            }
+        }
+    }
 }

@@ -149,6 +149,7 @@ pub(super) struct Supervisor {
 }
 
 /// State that is needed when a sandboxed child ends.
+#[derive(Default)]
 pub(super) struct SandboxGuard {
     /// Facts for the detection of sandbox denials.
     pub(super) facts: DenialFacts,
