@@ -13,7 +13,7 @@ use zeroize::Zeroizing;
 /// Maximum size of a request or response head in bytes; browsers and proxies send far less.
 pub const MAX_HEAD_BYTES: usize = 16 * 1024;
 /// Maximum number of header lines in one head.
-const MAX_HEADERS: usize = 64;
+pub const MAX_HEADERS: usize = 64;
 
 /// Parsed head, and the bytes that were received after it.
 #[derive(Clone, Default)]

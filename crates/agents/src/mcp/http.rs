@@ -15,12 +15,13 @@ use bytes::Bytes;
 use exec_server_sync::Mutex;
 use exec_server_transport::Secret;
 use exec_server_transport::connection_limits::{ConnectionCounter, ConnectionLimits};
+use exec_server_transport::http::{MAX_HEAD_BYTES, MAX_HEADERS};
 use exec_server_transport::throttle::{Throttle, network};
 use http::header::{AUTHORIZATION, HOST, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::{HeaderValue, Request, Response, StatusCode};
 use http_body_util::combinators::BoxBody;
-use http_body_util::{BodyExt as _, Full};
-use hyper::body::Incoming;
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -33,6 +34,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 
 use crate::mcp::server::McpServer;
+use crate::mcp::stdio::MAX_LINE_BYTES;
 
 /// Header with the session of a request.
 const SESSION_HEADER: &str = "mcp-session-id";
@@ -331,6 +333,8 @@ impl McpHttpState {
         let served = http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(HEAD_TIMEOUT)
+            .max_buf_size(MAX_HEAD_BYTES)
+            .max_headers(MAX_HEADERS)
             .serve_connection(TokioIo::new(stream), service)
             .await;
         if let Err(error) = served {
@@ -384,6 +388,11 @@ impl McpHttpState {
             // A request without a session may open one.
             None => self.make_room().await,
         }
+        if request.body().size_hint().lower() > MAX_LINE_BYTES as u64 {
+            let text = "a message is at most 8 MiB\n";
+            return refusal(StatusCode::PAYLOAD_TOO_LARGE, text);
+        }
+        let request = request.map(|body| Limited::new(body, MAX_LINE_BYTES));
         let answer = self.service.handle(request).await;
         let opened = answer.headers().get(SESSION_HEADER);
         if let Some(opened) = opened.and_then(|session| session.to_str().ok()) {

@@ -168,6 +168,32 @@ async fn configured_token_is_required_over_http() {
 }
 
 #[tokio::test]
+async fn requests_with_a_large_head_too_many_headers_or_a_large_body_are_rejected() {
+    let work = tempfile::tempdir().unwrap();
+    let served = served(work.path(), &[]).await;
+    for (headers, status) in [
+        (format!("x: {}\r\n", "a".repeat(16 << 10)), "431"),
+        ("x: y\r\n".repeat(64), "431"),
+        ("content-length: 8388609\r\n".to_owned(), "413"),
+    ] {
+        let request = format!(
+            "POST /mcp HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{headers}\r\n",
+            served.address
+        );
+        let mut stream = TcpStream::connect(&served.address).await.unwrap();
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = Vec::new();
+        // A server that has not read all of a request resets the connection behind its response.
+        let _ = timeout(LIMIT, stream.read_to_end(&mut answer))
+            .await
+            .unwrap();
+        let answer = String::from_utf8_lossy(&answer);
+        assert_eq!(answer.split(' ').nth(1), Some(status), "{answer}");
+    }
+    assert!(uses(&served, &[]).await.is_object());
+}
+
+#[tokio::test]
 async fn listening_on_the_network_without_a_token_is_rejected() {
     let work = tempfile::tempdir().unwrap();
     let mut command = program(work.path());
