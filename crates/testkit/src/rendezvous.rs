@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
@@ -154,5 +155,44 @@ impl RendezvousProcess {
         }
         let status = self.child.wait().await;
         (status.expect("a child can be waited for"), text)
+    }
+}
+
+/// An executor with the environment id `box`, and the rendezvous server that it is behind.
+#[derive(Debug)]
+pub struct RelayedMachine {
+    /// The rendezvous server.
+    pub rendezvous: RendezvousProcess,
+    _executor: Child,
+    _directory: TempDir,
+}
+
+impl RelayedMachine {
+    /// Starts both and waits until the executor is online.
+    ///
+    /// # Panics
+    ///
+    /// If one of them cannot be started.
+    pub async fn start(program: impl Fn() -> Command) -> Self {
+        let directory = tempfile::tempdir().expect("directory");
+        let rendezvous =
+            RendezvousProcess::start(program(), &directory.path().join("rendezvous")).await;
+        let mut executor = program();
+        executor
+            .args(["--remote", rendezvous.url(), "--environment-id", "box"])
+            .arg("--remote-token-file")
+            .arg(rendezvous.token_file("executor"))
+            .env("HOME", directory.path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .kill_on_drop(true);
+        let executor = executor.spawn().expect("executor");
+        rendezvous.wait_online("box", true).await;
+        Self {
+            rendezvous,
+            _executor: executor,
+            _directory: directory,
+        }
     }
 }

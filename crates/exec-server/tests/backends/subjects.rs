@@ -3,7 +3,6 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -16,7 +15,7 @@ use exec_server::{
     ExecServerClientConnectOptions, ExecServerConfig, ExecutorFileSystem, Listener, LocalBackend,
     LocalFileSystem, ProcessExit, RemoteExecServerConnectArgs, in_process as connect_in_process,
 };
-use exec_server_testkit::rendezvous::RendezvousProcess;
+use exec_server_testkit::rendezvous::RelayedMachine;
 use exec_server_testkit::server::ServerProcess;
 use tokio::process::Command;
 
@@ -106,26 +105,13 @@ pub(crate) async fn websocket() -> BackendSubject {
 }
 
 pub(crate) async fn relay() -> BackendSubject {
-    let directory = tempfile::tempdir().unwrap();
     let program = || Command::new(env!("CARGO_BIN_EXE_exec-server"));
-    let rendezvous =
-        RendezvousProcess::start(program(), &directory.path().join("rendezvous")).await;
-    let mut executor = program();
-    executor
-        .args(["--remote", rendezvous.url(), "--environment-id", "box"])
-        .arg("--remote-token-file")
-        .arg(rendezvous.token_file("executor"))
-        .env("HOME", directory.path())
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .kill_on_drop(true);
-    let executor = executor.spawn().unwrap();
-    rendezvous.wait_online("box", true).await;
+    let machine = RelayedMachine::start(program).await;
+    let rendezvous = &machine.rendezvous;
     let auth = RegistryAuth::bearer(rendezvous.token("harness"));
     let args = RegistryConnectArgs::new(rendezvous.url(), "box", auth, "test");
     let client = ExecServerClient::connect_registry(args).await.unwrap();
-    BackendSubject::new(client, (executor, rendezvous, directory))
+    BackendSubject::new(client, machine)
 }
 
 /// Params for a command, with a new process id.

@@ -1,5 +1,5 @@
-//! File operations through five backends: in this process, over an in-memory link, over standard
-//! input and output, over a unix socket and over a websocket.
+//! File operations through six backends: in this process, over an in-memory link, over standard
+//! input and output, over a unix socket, over a websocket and through a relay.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -32,7 +32,7 @@ use subjects::FilesSubject;
 macro_rules! over_all_subjects {
     ($module:ident: $($name:ident;)*) => {$(
         mod $name {
-            crate::over_all_subjects!(@ $module $name: local in_process stdio unix websocket);
+            crate::over_all_subjects!(@ $module $name: local in_process stdio unix websocket relay);
         }
     )*};
     (@ $module:ident $name:ident: $($subject:ident)*) => {$(

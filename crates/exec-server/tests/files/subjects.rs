@@ -6,11 +6,13 @@ use std::sync::Arc;
 
 use exec_server::executor::{Executor, ExecutorConfig};
 use exec_server::protocol::PathUri;
+use exec_server::registry::{RegistryAuth, RegistryConnectArgs};
 use exec_server::{
     ExecServer, ExecServerClient, ExecServerClientConnectOptions, ExecServerConfig,
     ExecutorFileSystem, Listener, LocalFileSystem, RemoteExecServerConnectArgs,
     in_process as connect_in_process,
 };
+use exec_server_testkit::rendezvous::RelayedMachine;
 use exec_server_testkit::server::ServerProcess;
 use tempfile::TempDir;
 use tokio::process::Command;
@@ -96,4 +98,14 @@ pub(crate) async fn websocket() -> FilesSubject {
     let args = RemoteExecServerConnectArgs::new(server.url(), "test");
     let client = ExecServerClient::connect(args).await.unwrap();
     FilesSubject::new(client.file_system(), server)
+}
+
+pub(crate) async fn relay() -> FilesSubject {
+    let program = || Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    let machine = RelayedMachine::start(program).await;
+    let rendezvous = &machine.rendezvous;
+    let auth = RegistryAuth::bearer(rendezvous.token("harness"));
+    let args = RegistryConnectArgs::new(rendezvous.url(), "box", auth, "test");
+    let client = ExecServerClient::connect_registry(args).await.unwrap();
+    FilesSubject::new(client.file_system(), machine)
 }
