@@ -275,6 +275,20 @@ struct CapabilitySearch<'a> {
 impl CapabilitySearch<'_> {
     fn run(mut self) -> Result<(), String> {
         let uri = self.found.path.clone();
+        self.inspect(&uri)?;
+        let walked = self.walk(&uri)?;
+        let (skills, plugins) = self.candidates(&walked);
+        self.plugin()?;
+        self.read_candidates(skills, plugins)?;
+        if self.unsaid > 0 {
+            let more = format!("and {} more warnings", self.unsaid);
+            self.found.warnings.push(more);
+        }
+        Ok(())
+    }
+
+    /// Fails if the root is not a directory.
+    fn inspect(&self, uri: &PathUri) -> Result<(), String> {
         let metadata_params = GetMetadataParams {
             path: uri.clone(),
             follow_symlinks: true,
@@ -292,6 +306,10 @@ impl CapabilitySearch<'_> {
         if !metadata.is_directory {
             return Err(format!("capability root {uri} is not a directory"));
         }
+        Ok(())
+    }
+
+    fn walk(&mut self, uri: &PathUri) -> Result<Walked, String> {
         let options = WalkOptions {
             max_depth: MAX_DEPTH,
             max_directories: MAX_DIRECTORIES,
@@ -325,9 +343,13 @@ impl CapabilitySearch<'_> {
                 "capability scan reached its traversal limit (root: {uri})"
             ));
         }
+        Ok(walked)
+    }
+
+    /// The files with instructions of skills; and the directory of each plugin below the root, with
+    /// the priority of its manifest.
+    fn candidates(&self, walked: &Walked) -> (Vec<PathBuf>, Vec<(PathBuf, usize)>) {
         let mut skills = Vec::new();
-        // The directory of each plugin below the root, and the priority of the manifest found so
-        // far.
         let mut plugins: Vec<(PathBuf, usize)> = Vec::new();
         for (directory, entries) in walked.directories() {
             for (name, kind) in entries {
@@ -346,7 +368,14 @@ impl CapabilitySearch<'_> {
                 }
             }
         }
-        self.plugin()?;
+        (skills, plugins)
+    }
+
+    fn read_candidates(
+        &mut self,
+        skills: Vec<PathBuf>,
+        plugins: Vec<(PathBuf, usize)>,
+    ) -> Result<(), String> {
         let mut nested: Vec<(PathUri, PathBuf)> = plugins
             .into_iter()
             .filter_map(|(home, rank)| {
@@ -375,10 +404,6 @@ impl CapabilitySearch<'_> {
                 instructions,
                 metadata,
             });
-        }
-        if self.unsaid > 0 {
-            let more = format!("and {} more warnings", self.unsaid);
-            self.found.warnings.push(more);
         }
         Ok(())
     }

@@ -451,9 +451,6 @@ impl TerminationProgress {
         table: &mut ProcessTable,
         answer: &mut dyn FnMut(RemainingProcesses),
     ) -> TaskProgress {
-        /// Each round stops at least every process that existed when it began. A tree that still
-        /// grows after 64 rounds contains a process that may not be signalled.
-        const ROUNDS: usize = 64;
         let tags = &self.trees.tags;
         match self.phase {
             TerminationPhase::Ask => {
@@ -466,78 +463,104 @@ impl TerminationProgress {
                 self.phase = TerminationPhase::Grace { until };
                 self.again()
             }
-            TerminationPhase::Grace { until } => {
-                if self.living_or_done(table, answer).is_none() {
-                    return TaskProgress::Done;
-                }
-                let left = until.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    self.phase = TerminationPhase::Stop;
-                    self.pause = PAUSES.0;
-                    return TaskProgress::Again(Duration::ZERO);
-                }
-                let TaskProgress::Again(pause) = self.again() else {
-                    return TaskProgress::Done;
-                };
-                TaskProgress::Again(pause.min(left))
-            }
-            TerminationPhase::Stop => {
-                let mut found = false;
-                for process in table.processes(tags) {
-                    if self.stopped.insert(process) {
-                        found |= kill(process.0, Signal::STOP);
-                    }
-                }
-                self.rounds += 1;
-                if found && self.rounds < ROUNDS {
-                    return TaskProgress::Again(Duration::ZERO);
-                }
-                for group in &self.how.groups {
-                    (group.signal)(Signal::KILL);
-                }
-                let killed = table.processes(tags);
-                for &(pid, _) in &killed {
-                    kill(pid, Signal::KILL);
-                }
-                self.phase = TerminationPhase::Kill;
-                let timeout = self.how.timeout;
-                self.deadline
-                    .get_or_insert_with(|| Instant::now() + timeout);
-                if killed.is_empty() {
-                    return self.step(table, answer);
-                }
-                self.again()
-            }
-            TerminationPhase::Kill => {
-                let Some(members) = self.living_or_done(table, answer) else {
-                    return TaskProgress::Done;
-                };
-                if self
-                    .deadline
-                    .is_none_or(|deadline| Instant::now() >= deadline)
-                {
-                    let unattributed_orphans = table.unattributed_orphans(self.trees.since);
-                    answer(RemainingProcesses {
-                        members,
-                        unattributed_orphans: unattributed_orphans
-                            .into_iter()
-                            .map(|(pid, _)| pid)
-                            .collect(),
-                    });
-                    return TaskProgress::Done;
-                }
-                let processes = table.processes(&self.trees.tags);
-                if processes
-                    .iter()
-                    .any(|process| !self.stopped.contains(process))
-                {
-                    // The process was started before its parent was stopped.
-                    self.phase = TerminationPhase::Stop;
-                    return self.step(table, answer);
-                }
-                self.again()
+            TerminationPhase::Grace { until } => self.wait_for_end(until, table, answer),
+            TerminationPhase::Stop => self.stop_round(table, answer),
+            TerminationPhase::Kill => self.kill_round(table, answer),
+        }
+    }
+
+    /// Waits for the processes to end by themselves.
+    fn wait_for_end(
+        &mut self,
+        until: Instant,
+        table: &mut ProcessTable,
+        answer: &mut dyn FnMut(RemainingProcesses),
+    ) -> TaskProgress {
+        if self.living_or_done(table, answer).is_none() {
+            return TaskProgress::Done;
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            self.phase = TerminationPhase::Stop;
+            self.pause = PAUSES.0;
+            return TaskProgress::Again(Duration::ZERO);
+        }
+        let TaskProgress::Again(pause) = self.again() else {
+            return TaskProgress::Done;
+        };
+        TaskProgress::Again(pause.min(left))
+    }
+
+    /// Stops the processes that were started since the last round, or kills all if none were.
+    fn stop_round(
+        &mut self,
+        table: &mut ProcessTable,
+        answer: &mut dyn FnMut(RemainingProcesses),
+    ) -> TaskProgress {
+        /// Each round stops at least every process that existed when it began. A tree that still
+        /// grows after 64 rounds contains a process that may not be signalled.
+        const ROUNDS: usize = 64;
+        let tags = &self.trees.tags;
+        let mut found = false;
+        for process in table.processes(tags) {
+            if self.stopped.insert(process) {
+                found |= kill(process.0, Signal::STOP);
             }
         }
+        self.rounds += 1;
+        if found && self.rounds < ROUNDS {
+            return TaskProgress::Again(Duration::ZERO);
+        }
+        for group in &self.how.groups {
+            (group.signal)(Signal::KILL);
+        }
+        let killed = table.processes(tags);
+        for &(pid, _) in &killed {
+            kill(pid, Signal::KILL);
+        }
+        self.phase = TerminationPhase::Kill;
+        let timeout = self.how.timeout;
+        self.deadline
+            .get_or_insert_with(|| Instant::now() + timeout);
+        if killed.is_empty() {
+            return self.step(table, answer);
+        }
+        self.again()
+    }
+
+    /// Waits for the killed processes, and stops those that were started meanwhile.
+    fn kill_round(
+        &mut self,
+        table: &mut ProcessTable,
+        answer: &mut dyn FnMut(RemainingProcesses),
+    ) -> TaskProgress {
+        let Some(members) = self.living_or_done(table, answer) else {
+            return TaskProgress::Done;
+        };
+        if self
+            .deadline
+            .is_none_or(|deadline| Instant::now() >= deadline)
+        {
+            let unattributed_orphans = table.unattributed_orphans(self.trees.since);
+            answer(RemainingProcesses {
+                members,
+                unattributed_orphans: unattributed_orphans
+                    .into_iter()
+                    .map(|(pid, _)| pid)
+                    .collect(),
+            });
+            return TaskProgress::Done;
+        }
+        let processes = table.processes(&self.trees.tags);
+        if processes
+            .iter()
+            .any(|process| !self.stopped.contains(process))
+        {
+            // The process was started before its parent was stopped.
+            self.phase = TerminationPhase::Stop;
+            return self.step(table, answer);
+        }
+        self.again()
     }
 
     /// The living processes; sends the result and returns `None` if it is certain that there are

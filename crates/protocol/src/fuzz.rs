@@ -57,6 +57,11 @@ pub fn envelope(data: &[u8]) {
     let again = String::from_utf8(again).expect("messages are text");
     let again = envelope::decode(&again).expect("an encoded message can be decoded");
 
+    check_unchanged(message, again, &tree);
+}
+
+/// Compares a message with itself after it was encoded and decoded again, and with its text.
+fn check_unchanged(message: IncomingMessage<'_>, again: IncomingMessage<'_>, tree: &JsonTree) {
     match (message, again) {
         (
             IncomingMessage::Request {
@@ -75,7 +80,7 @@ pub fn envelope(data: &[u8]) {
             assert_eq!(trace, None, "no trace is encoded");
             assert_eq!(JsonTree::of(&id), *tree.member("id"));
             assert_eq!(JsonTree::of(&method), *tree.member("method"));
-            check_member(params, &tree, "params");
+            check_member(params, tree, "params");
         }
         (
             IncomingMessage::Notification { method, params },
@@ -87,7 +92,7 @@ pub fn envelope(data: &[u8]) {
             assert_eq!(method, method_again);
             assert_eq!(raw(params), raw(params_again));
             assert_eq!(JsonTree::of(&method), *tree.member("method"));
-            check_member(params, &tree, "params");
+            check_member(params, tree, "params");
         }
         (
             IncomingMessage::Response { id, result },
@@ -99,7 +104,7 @@ pub fn envelope(data: &[u8]) {
             assert_eq!(id, id_again);
             assert_eq!(result, result_again);
             assert_eq!(JsonTree::of(&id), *tree.member("id"));
-            check_member(Some(result), &tree, "result");
+            check_member(Some(result), tree, "result");
         }
         (
             IncomingMessage::Error { id, error },

@@ -233,11 +233,9 @@ pub fn build(
 ) -> Result<(Confinement, EnforcementReport), UnenforceablePolicy> {
     let private = options.network;
     let restricted = private.is_none() && policy.network == NetworkPermission::Restricted;
-    let mut missing = Vec::new();
-    let mut mechanisms = Vec::new();
-    let mut confinement = Confinement::default();
+    let mut draft = PlanDraft::default();
     if policy.view.is_none() && !restricted && private.is_none() {
-        return Ok((confinement, enforcement(mechanisms, missing)));
+        return Ok(draft.finish());
     }
     if private.is_some() {
         // A private network is required even if partial enforcement is allowed.
@@ -254,47 +252,24 @@ pub fn build(
     });
     let mut metadata_frozen = false;
     if let Some(view) = policy.view.as_ref().or(everything.as_ref()) {
-        confinement.drop_capabilities = true;
-        mechanisms.push("capabilities");
-        if let Ok(user) = host.mounts() {
-            let names = ["mount_namespace", "pid_namespace", "ipc_namespace"];
-            mechanisms.extend(user.then_some("user_namespace"));
-            mechanisms.extend(names);
-            let network = restricted || private.is_some();
-            mechanisms.extend(network.then_some("network_namespace"));
-            confinement.namespaces = Some(namespaces(view, user, network, host, options));
-            let root = view.access(Path::new("/"));
-            if host.landlock > 0 && root != PathAccess::Write {
-                confinement.landlock = Some(landlock_rules(view, host));
-                mechanisms.push("landlock");
-            }
-        } else {
-            let why = host.mounts().err().unwrap_or_default();
-            metadata_frozen = only_landlock(
-                view,
-                host,
-                &why,
-                &mut confinement,
-                &mut mechanisms,
-                &mut missing,
-            )?;
-        }
+        let network = restricted || private.is_some();
+        metadata_frozen = draft.add_view(view, network, host, options)?;
     } else if domain {
-        confinement.landlock = Some(Landlock {
+        draft.confinement.landlock = Some(Landlock {
             scoped: true,
             ..Landlock::default()
         });
         // With some capabilities, root could read the memory of every process nevertheless.
-        confinement.drop_machine_capabilities = true;
-        mechanisms.extend(["capabilities", "landlock"]);
+        draft.confinement.drop_machine_capabilities = true;
+        draft.mechanisms.extend(["capabilities", "landlock"]);
     } else {
-        missing.push(format!(
+        draft.missing.push(format!(
             "no access to the memory of other processes, no signals to them (Landlock ABI {}, and {})",
             host.landlock,
             host.mounts().err().unwrap_or_default(),
         ));
     }
-    let separate = confinement.namespaces.is_some();
+    let separate = draft.confinement.namespaces.is_some();
     let filter = FilterPurpose {
         traffic: match private {
             Some(network) if network.unix_sockets => SocketAccess::PrivateAndUnix,
@@ -307,21 +282,80 @@ pub fn build(
         sees_processes: !separate,
         metadata_frozen,
     };
-    match seccomp::programs(filter) {
-        Ok(programs) if host.seccomp => {
-            confinement.seccomp = programs;
-            if let Some(namespaces) = &mut confinement.namespaces {
-                namespaces.shared_network = restricted;
+    draft.add_filter(filter, restricted, host);
+    if !draft.missing.is_empty() && !options.allow_partial {
+        return Err(UnenforceablePolicy(draft.missing.join("; ")));
+    }
+    Ok(draft.finish())
+}
+
+/// A plan while its parts are chosen.
+#[derive(Default)]
+struct PlanDraft {
+    confinement: Confinement,
+    mechanisms: Vec<&'static str>,
+    /// What cannot be enforced, and why.
+    missing: Vec<String>,
+}
+
+impl PlanDraft {
+    /// Restricts files; returns whether the metadata of files cannot be changed either.
+    fn add_view(
+        &mut self,
+        view: &AccessRules,
+        network: bool,
+        host: &HostFeatures,
+        options: PlanOptions<'_>,
+    ) -> Result<bool, UnenforceablePolicy> {
+        self.confinement.drop_capabilities = true;
+        self.mechanisms.push("capabilities");
+        let user = match host.mounts() {
+            Ok(user) => user,
+            Err(why) => {
+                return only_landlock(
+                    view,
+                    host,
+                    &why,
+                    &mut self.confinement,
+                    &mut self.mechanisms,
+                    &mut self.missing,
+                );
             }
-            mechanisms.extend(["seccomp", "no_new_privs"]);
+        };
+        let names = ["mount_namespace", "pid_namespace", "ipc_namespace"];
+        self.mechanisms.extend(user.then_some("user_namespace"));
+        self.mechanisms.extend(names);
+        let network_name = network.then_some("network_namespace");
+        self.mechanisms.extend(network_name);
+        self.confinement.namespaces = Some(namespaces(view, user, network, host, options));
+        let root = view.access(Path::new("/"));
+        if host.landlock > 0 && root != PathAccess::Write {
+            self.confinement.landlock = Some(landlock_rules(view, host));
+            self.mechanisms.push("landlock");
         }
-        Ok(_) => missing.push("system call filter: this kernel has no seccomp filters".to_owned()),
-        Err(error) => missing.push(error.to_string()),
+        Ok(false)
     }
-    if !missing.is_empty() && !options.allow_partial {
-        return Err(UnenforceablePolicy(missing.join("; ")));
+
+    /// Adds the filter of system calls.
+    fn add_filter(&mut self, filter: FilterPurpose, restricted: bool, host: &HostFeatures) {
+        match seccomp::programs(filter) {
+            Ok(programs) if host.seccomp => {
+                self.confinement.seccomp = programs;
+                if let Some(namespaces) = &mut self.confinement.namespaces {
+                    namespaces.shared_network = restricted;
+                }
+                self.mechanisms.extend(["seccomp", "no_new_privs"]);
+            }
+            Ok(_) => self
+                .missing
+                .push("system call filter: this kernel has no seccomp filters".to_owned()),
+            Err(error) => self.missing.push(error.to_string()),
+        }
     }
-    Ok((confinement, enforcement(mechanisms, missing)))
+
+    fn finish(self) -> (Confinement, EnforcementReport) {
+        (self.confinement, enforcement(self.mechanisms, self.missing))
+    }
 }
 
 fn enforcement(mechanisms: Vec<&'static str>, missing: Vec<String>) -> EnforcementReport {
@@ -347,14 +381,8 @@ fn is_synthetic(path: &Path) -> bool {
     path == Path::new("/dev") || path == Path::new("/proc")
 }
 
-fn namespaces(
-    view: &AccessRules,
-    user: bool,
-    network: bool,
-    host: &HostFeatures,
-    options: PlanOptions<'_>,
-) -> Namespaces {
-    let root = view.access(Path::new("/"));
+/// Paths that get a separate mount, each after those that contain it.
+fn mount_points(view: &AccessRules) -> Vec<&Path> {
     // In lexical order, a directory comes before its content.
     let mut paths: BTreeSet<&Path> = view.rules.keys().map(PathBuf::as_path).collect();
     paths.extend(view.pins.iter().map(PathBuf::as_path));
@@ -381,7 +409,18 @@ fn namespaces(
             }),
         );
     }
-    let laid: Vec<&Path> = laid.into_iter().collect();
+    laid.into_iter().collect()
+}
+
+fn namespaces(
+    view: &AccessRules,
+    user: bool,
+    network: bool,
+    host: &HostFeatures,
+    options: PlanOptions<'_>,
+) -> Namespaces {
+    let root = view.access(Path::new("/"));
+    let laid = mount_points(view);
     let points_below = |above: &Path| -> Vec<(SystemText, bool)> {
         let below = laid.iter().filter(|path| {
             // Only paths directly on this mount: others lie on mounts that already contain them.

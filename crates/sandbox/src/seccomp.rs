@@ -229,12 +229,18 @@ fn denied(filter: FilterPurpose) -> Result<SyscallRules, FilterError> {
             }
         }
     }
+    deny_sockets(filter.traffic, &mut rules)?;
+    Ok(rules)
+}
+
+/// Denies the calls that reach more of the network than the filter leaves.
+fn deny_sockets(traffic: SocketAccess, rules: &mut SyscallRules) -> Result<(), FilterError> {
     if matches!(
-        filter.traffic,
+        traffic,
         SocketAccess::Private | SocketAccess::PrivateAndUnix
     ) {
         let mut families = vec![libc::AF_INET, libc::AF_INET6];
-        if filter.traffic == SocketAccess::PrivateAndUnix {
+        if traffic == SocketAccess::PrivateAndUnix {
             families.push(libc::AF_UNIX);
         }
         let other = |family: &libc::c_int| {
@@ -243,12 +249,12 @@ fn denied(filter: FilterPurpose) -> Result<SyscallRules, FilterError> {
         let others = families.iter().map(other).collect::<Result<_, _>>()?;
         rules.insert(libc::SYS_socket, vec![rule(others)?]);
         let mut pairs = vec![rule(vec![other(&libc::AF_UNIX)?])?];
-        if filter.traffic == SocketAccess::Private {
+        if traffic == SocketAccess::Private {
             pairs.extend(datagram_kinds()?);
         }
         rules.insert(libc::SYS_socketpair, pairs);
     }
-    if filter.traffic == SocketAccess::None {
+    if traffic == SocketAccess::None {
         for call in [
             libc::SYS_connect,
             libc::SYS_bind,
@@ -268,7 +274,7 @@ fn denied(filter: FilterPurpose) -> Result<SyscallRules, FilterError> {
         let address = condition(4, Len::Qword, Op::Ne, 0)?;
         rules.insert(libc::SYS_sendto, vec![rule(vec![address])?]);
     }
-    Ok(rules)
+    Ok(())
 }
 
 /// Returns the rules that match datagram sockets of any family.

@@ -74,28 +74,15 @@ pub(crate) fn request(
         params,
         responder,
     };
-    match method {
-        MethodId::Initialize => match undecoded.decode::<session::Initialize>() {
-            Ok(params) => methods::session::initialize(
-                undecoded.connection,
-                undecoded.phase,
-                undecoded.responder,
-                &params,
-            ),
-            Err(error) => undecoded.responder.send_error(error),
-        },
-        MethodId::SessionEnd => match undecoded.decode::<session::End>() {
-            Ok(params) => undecoded.admit::<session::End>(params, |call, phase, params| {
-                methods::session::end(call, phase, params);
-            }),
-            Err(error) => undecoded.responder.send_error(error),
-        },
-        MethodId::FsWriteBlock => match methods::handle::long_block(undecoded.params) {
-            Some((likely, raw)) => undecoded.admit::<fs::WriteBlock>(likely, |call, _, likely| {
-                methods::handle::write_long_block(call, &likely, raw);
-            }),
-            None => undecoded.run::<fs::WriteBlock>(methods::handle::write_block),
-        },
+    dispatch(undecoded);
+}
+
+/// Calls the function of the method.
+fn dispatch(undecoded: UndecodedRequest<'_>) {
+    match undecoded.method {
+        MethodId::Initialize => undecoded.initialize(),
+        MethodId::SessionEnd => undecoded.end_session(),
+        MethodId::FsWriteBlock => undecoded.write_block(),
         MethodId::CapabilityDiscoverV1 => {
             undecoded.run::<capability::DiscoverV1>(methods::capability::discover_v1)
         }
@@ -160,6 +147,33 @@ pub(crate) fn request(
 }
 
 impl<'a> UndecodedRequest<'a> {
+    fn initialize(self) {
+        match self.decode::<session::Initialize>() {
+            Ok(params) => {
+                methods::session::initialize(self.connection, self.phase, self.responder, &params);
+            }
+            Err(error) => self.responder.send_error(error),
+        }
+    }
+
+    fn end_session(self) {
+        match self.decode::<session::End>() {
+            Ok(params) => self.admit::<session::End>(params, |call, phase, params| {
+                methods::session::end(call, phase, params);
+            }),
+            Err(error) => self.responder.send_error(error),
+        }
+    }
+
+    fn write_block(self) {
+        match methods::handle::long_block(self.params) {
+            Some((likely, raw)) => self.admit::<fs::WriteBlock>(likely, |call, _, likely| {
+                methods::handle::write_long_block(call, &likely, raw);
+            }),
+            None => self.run::<fs::WriteBlock>(methods::handle::write_block),
+        }
+    }
+
     /// Decodes the params and calls `function`, which sends the response.
     fn run<M: ServedMethod>(self, function: impl FnOnce(CheckedRequest<'a>, M::Params)) {
         match self.decode::<M>() {

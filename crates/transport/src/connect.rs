@@ -12,7 +12,7 @@ use url::Url;
 use zeroize::Zeroizing;
 
 use crate::frame::{MAX_HEADER_BYTES, Opcode, WebsocketRole, push_frame};
-use crate::http::{self, HeadKind};
+use crate::http::{self, HeadKind, HttpHead};
 use crate::link::Link;
 use crate::secret::Secret;
 use crate::tcp;
@@ -341,23 +341,7 @@ where
         source,
     };
     let key = http::base64(uuid::Uuid::new_v4().as_bytes());
-    let mut request = Zeroizing::new(format!(
-        "GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
-         Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n"
-    ));
-    if let Some(token) = &options.bearer_token {
-        let token = token.expose();
-        if !token.bytes().all(|byte| byte.is_ascii_graphic()) {
-            let url = url.to_owned();
-            return Err(ConnectError::Token { url });
-        }
-        // Reserve the full size: reallocation would leave a copy of the token in freed memory.
-        request.reserve(token.len() + 64);
-        request.push_str("Authorization: Bearer ");
-        request.push_str(token);
-        request.push_str("\r\n");
-    }
-    request.push_str("\r\n");
+    let request = request(url, (host, target), options, &key)?;
     if first.is_empty() {
         writer.write_all(request.as_bytes()).await.map_err(io)?;
     } else {
@@ -380,19 +364,7 @@ where
         .await
         .map_err(io)?;
     if head.status != 101 {
-        let body = String::from_utf8_lossy(&head.rest);
-        let reason = body
-            .lines()
-            .next()
-            .unwrap_or("")
-            .chars()
-            .take(200)
-            .collect();
-        return Err(ConnectError::Refused {
-            url: url.to_owned(),
-            status: head.status,
-            reason,
-        });
+        return Err(refused(url, &head));
     }
     if head.header("sec-websocket-accept") != Some(&expected) {
         let reason = "wrong Sec-WebSocket-Accept".to_owned();
@@ -408,4 +380,48 @@ where
         writer,
         head.rest,
     ))
+}
+
+/// Head of the request, with the token.
+fn request(
+    url: &str,
+    (host, target): (&str, &str),
+    options: &ConnectOptions,
+    key: &str,
+) -> Result<Zeroizing<String>, ConnectError> {
+    let mut request = Zeroizing::new(format!(
+        "GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+         Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n"
+    ));
+    if let Some(token) = &options.bearer_token {
+        let token = token.expose();
+        if !token.bytes().all(|byte| byte.is_ascii_graphic()) {
+            let url = url.to_owned();
+            return Err(ConnectError::Token { url });
+        }
+        // Reserve the full size: reallocation would leave a copy of the token in freed memory.
+        request.reserve(token.len() + 64);
+        request.push_str("Authorization: Bearer ");
+        request.push_str(token);
+        request.push_str("\r\n");
+    }
+    request.push_str("\r\n");
+    Ok(request)
+}
+
+/// The error for a response other than 101, with the first line of its body.
+fn refused(url: &str, head: &HttpHead) -> ConnectError {
+    let body = String::from_utf8_lossy(&head.rest);
+    let reason = body
+        .lines()
+        .next()
+        .unwrap_or("")
+        .chars()
+        .take(200)
+        .collect();
+    ConnectError::Refused {
+        url: url.to_owned(),
+        status: head.status,
+        reason,
+    }
 }

@@ -393,6 +393,17 @@ impl Decoder {
         }
         let payload = *at + header..*at + header + length;
         *at = payload.end;
+        self.complete(opcode, fin, payload, buffer)
+    }
+
+    /// Passes on a frame whose unmasked payload is in the buffer, or adds it to its message.
+    fn complete(
+        &mut self,
+        opcode: Opcode,
+        fin: bool,
+        payload: Range<usize>,
+        buffer: &[u8],
+    ) -> Result<DecodeStep, WebsocketError> {
         if opcode == Opcode::Close {
             check_close(&buffer[payload.clone()])?;
         }

@@ -18,6 +18,7 @@
 //! Parses patches and applies them to text in memory. Does not access files.
 
 use std::fmt::Write as _;
+use std::iter::Peekable;
 
 /// Why a patch cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -78,10 +79,6 @@ pub(crate) fn parse(text: &str) -> Result<Vec<FilePatch>, PatchError> {
         .enumerate()
         .map(|(index, line)| (index + 1, line))
         .peekable();
-    let wrong = |line: usize, message: &str| PatchError::Syntax {
-        line,
-        message: message.to_owned(),
-    };
     match lines.next() {
         Some((_, first)) if first.trim_end() == BEGIN => {}
         _ => return Err(wrong(1, "a patch begins with `*** Begin Patch`")),
@@ -108,36 +105,7 @@ pub(crate) fn parse(text: &str) -> Result<Vec<FilePatch>, PatchError> {
             let path = path.to_owned();
             changes.push(FilePatch::Delete { path });
         } else if let Some(path) = line.strip_prefix(UPDATE) {
-            let move_to = lines
-                .next_if(|(_, line)| line.starts_with(MOVE))
-                .map(|(_, line)| line[MOVE.len()..].trim_end().to_owned());
-            let mut hunks: Vec<Hunk> = Vec::new();
-            while let Some((number, line)) = lines.next_if(|(_, line)| !is_section(line)) {
-                let hunk = match hunks.last_mut() {
-                    Some(hunk) if !line.starts_with("@@") => hunk,
-                    _ => {
-                        hunks.push(Hunk::default());
-                        // A hunk was pushed just before.
-                        let Some(hunk) = hunks.last_mut() else { break };
-                        hunk
-                    }
-                };
-                hunk.take(line).map_err(|message| wrong(number, message))?;
-            }
-            if hunks.is_empty() && move_to.is_none() {
-                return Err(wrong(number, "an update needs lines to change"));
-            }
-            if hunks
-                .iter()
-                .any(|hunk| hunk.old.is_empty() && hunk.new.is_empty())
-            {
-                return Err(wrong(number, "the update has a hunk without lines"));
-            }
-            changes.push(FilePatch::Update {
-                path: path.to_owned(),
-                move_to,
-                hunks,
-            });
+            changes.push(parse_update(&mut lines, number, path)?);
         } else if !line.is_empty() {
             let message = "expected `*** Add File: `, `*** Delete File: `, `*** Update File: ` or \
                            `*** End Patch`";
@@ -151,6 +119,51 @@ pub(crate) fn parse(text: &str) -> Result<Vec<FilePatch>, PatchError> {
         return Err(wrong(1, "the patch changes nothing"));
     }
     Ok(changes)
+}
+
+/// Parses what follows the line with `*** Update File: `.
+fn parse_update<'a>(
+    lines: &mut Peekable<impl Iterator<Item = (usize, &'a str)>>,
+    number: usize,
+    path: &str,
+) -> Result<FilePatch, PatchError> {
+    let move_to = lines
+        .next_if(|(_, line)| line.starts_with(MOVE))
+        .map(|(_, line)| line[MOVE.len()..].trim_end().to_owned());
+    let mut hunks: Vec<Hunk> = Vec::new();
+    while let Some((number, line)) = lines.next_if(|(_, line)| !is_section(line)) {
+        let hunk = match hunks.last_mut() {
+            Some(hunk) if !line.starts_with("@@") => hunk,
+            _ => {
+                hunks.push(Hunk::default());
+                // A hunk was pushed just before.
+                let Some(hunk) = hunks.last_mut() else { break };
+                hunk
+            }
+        };
+        hunk.take(line).map_err(|message| wrong(number, message))?;
+    }
+    if hunks.is_empty() && move_to.is_none() {
+        return Err(wrong(number, "an update needs lines to change"));
+    }
+    if hunks
+        .iter()
+        .any(|hunk| hunk.old.is_empty() && hunk.new.is_empty())
+    {
+        return Err(wrong(number, "the update has a hunk without lines"));
+    }
+    Ok(FilePatch::Update {
+        path: path.to_owned(),
+        move_to,
+        hunks,
+    })
+}
+
+fn wrong(line: usize, message: &str) -> PatchError {
+    PatchError::Syntax {
+        line,
+        message: message.to_owned(),
+    }
 }
 
 /// Whether a line begins another section.

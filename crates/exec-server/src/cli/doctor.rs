@@ -72,21 +72,7 @@ fn findings(host: &HostFeatures) -> Vec<Finding> {
             .collect()
     };
     let newer = |version: &str| vec![format!("a kernel of version {version} or later has it")];
-    let landlock = match host.landlock {
-        0 => Err("not available".to_owned()),
-        version => Ok(format!("version {version}")),
-    };
-    let landlock_fixes = match host.landlock {
-        0 => vec![
-            "a kernel of version 5.13 or later has it, if `landlock` is among its lsm= list"
-                .to_owned(),
-        ],
-        1..=5 => vec![
-            "version 6, of Linux 6.12, also keeps signals and abstract sockets inside".to_owned(),
-        ],
-        _ => Vec::new(),
-    };
-    vec![
+    let mut findings = vec![
         Finding {
             name: "user namespaces",
             purpose: "sandboxes without root",
@@ -139,6 +125,28 @@ fn findings(host: &HostFeatures) -> Vec<Finding> {
                 vec!["docker: --security-opt systempaths=unconfined".to_owned()]
             },
         },
+    ];
+    findings.extend(filter_findings(host));
+    findings
+}
+
+/// What restricts a command without namespaces too.
+fn filter_findings(host: &HostFeatures) -> [Finding; 2] {
+    let landlock = match host.landlock {
+        0 => Err("not available".to_owned()),
+        version => Ok(format!("version {version}")),
+    };
+    let landlock_fixes = match host.landlock {
+        0 => vec![
+            "a kernel of version 5.13 or later has it, if `landlock` is among its lsm= list"
+                .to_owned(),
+        ],
+        1..=5 => vec![
+            "version 6, of Linux 6.12, also keeps signals and abstract sockets inside".to_owned(),
+        ],
+        _ => Vec::new(),
+    };
+    [
         Finding {
             name: "Landlock",
             purpose: "restricting file access, in addition to namespaces or alone",

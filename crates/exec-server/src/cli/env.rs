@@ -68,64 +68,70 @@ fn list(as_json: bool) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The table of a new environment.
+fn entry(args: &EnvAddArgs) -> anyhow::Result<Table> {
+    let mut entry = Table::new();
+    entry["id"] = value(&args.id);
+    if let Some(url) = &args.url {
+        let connect_target = match url {
+            url if url.starts_with(ssh::SCHEME) => "ssh",
+            url if RegistryUrl::matches(url) => "registry",
+            _ => "url",
+        };
+        entry[connect_target] = value(url);
+    }
+    if let [program, rest @ ..] = &args.program[..] {
+        entry["program"] = value(program);
+        if !rest.is_empty() {
+            entry["args"] = value(rest.iter().collect::<Array>());
+        }
+    }
+    // `env add` may run in another directory than later commands, so relative paths become
+    // absolute.
+    let absolute = |path: &Path| -> anyhow::Result<Item> {
+        let path = std::path::absolute(path)?;
+        let text = path
+            .to_str()
+            .with_context(|| format!("{} is not valid UTF-8", path.display()))?;
+        Ok(value(text))
+    };
+    if let Some(path) = &args.token_file {
+        entry["auth_token_file"] = absolute(path)?;
+    }
+    if let Some(path) = &args.cwd {
+        entry["cwd"] = absolute(path)?;
+    }
+    if !args.ssh_option.is_empty() {
+        entry["ssh_options"] = value(args.ssh_option.iter().collect::<Array>());
+    }
+    if let Some(binary) = &args.remote_binary {
+        entry["remote_binary"] = value(binary);
+    }
+    if let Some(path) = &args.local_root {
+        entry["local_root"] = absolute(path)?;
+    }
+    if let Some(path) = &args.remote_root {
+        entry["remote_root"] = value(path);
+    }
+    if let Some(pin) = &args.tls_pin {
+        entry["tls_pin"] = value(pin);
+    }
+    let mut variables = InlineTable::new();
+    for setting in &args.env {
+        let (name, text) = setting
+            .split_once('=')
+            .with_context(|| format!("--env {setting}: expected NAME=VALUE"))?;
+        variables.insert(name, text.into());
+    }
+    if !variables.is_empty() {
+        entry["env"] = value(variables);
+    }
+    Ok(entry)
+}
+
 fn add(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
     edit(|document| {
-        let mut entry = Table::new();
-        entry["id"] = value(&args.id);
-        if let Some(url) = &args.url {
-            let connect_target = match url {
-                url if url.starts_with(ssh::SCHEME) => "ssh",
-                url if RegistryUrl::matches(url) => "registry",
-                _ => "url",
-            };
-            entry[connect_target] = value(url);
-        }
-        if let [program, rest @ ..] = &args.program[..] {
-            entry["program"] = value(program);
-            if !rest.is_empty() {
-                entry["args"] = value(rest.iter().collect::<Array>());
-            }
-        }
-        // `env add` may run in another directory than later commands, so relative paths become
-        // absolute.
-        let absolute = |path: &Path| -> anyhow::Result<Item> {
-            let path = std::path::absolute(path)?;
-            let text = path
-                .to_str()
-                .with_context(|| format!("{} is not valid UTF-8", path.display()))?;
-            Ok(value(text))
-        };
-        if let Some(path) = &args.token_file {
-            entry["auth_token_file"] = absolute(path)?;
-        }
-        if let Some(path) = &args.cwd {
-            entry["cwd"] = absolute(path)?;
-        }
-        if !args.ssh_option.is_empty() {
-            entry["ssh_options"] = value(args.ssh_option.iter().collect::<Array>());
-        }
-        if let Some(binary) = &args.remote_binary {
-            entry["remote_binary"] = value(binary);
-        }
-        if let Some(path) = &args.local_root {
-            entry["local_root"] = absolute(path)?;
-        }
-        if let Some(path) = &args.remote_root {
-            entry["remote_root"] = value(path);
-        }
-        if let Some(pin) = &args.tls_pin {
-            entry["tls_pin"] = value(pin);
-        }
-        let mut variables = InlineTable::new();
-        for setting in &args.env {
-            let (name, text) = setting
-                .split_once('=')
-                .with_context(|| format!("--env {setting}: expected NAME=VALUE"))?;
-            variables.insert(name, text.into());
-        }
-        if !variables.is_empty() {
-            entry["env"] = value(variables);
-        }
+        let mut entry = entry(args)?;
         let tables = environments(document)?;
         match position(tables, &args.id) {
             Some(_) if !args.force => {

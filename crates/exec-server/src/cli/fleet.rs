@@ -106,22 +106,7 @@ async fn act(args: &FleetArgs, access: &FleetAccess, api: &RegistryApi) -> anyho
             show(args.json, &answer, environments_table)
         }
         FleetCommand::Environments { tenant, remove } => {
-            for id in remove {
-                let mut path = format!("cloud/environment/{}/remove", segment(id)?);
-                if let Some(tenant) = tenant {
-                    let _ = write!(path, "?tenant={}", segment(tenant)?);
-                }
-                api.post(&path, &json!({}))
-                    .await
-                    .with_context(|| format!("cannot remove `{id}`"))?;
-                if !args.json {
-                    print(format!("removed {id}\n").as_bytes())?;
-                }
-            }
-            if args.json {
-                return show(true, &json!({"removed": remove}), |_| String::new());
-            }
-            Ok(())
+            remove_environments(args.json, api, remove, tenant.as_deref()).await
         }
         FleetCommand::Streams {
             environment,
@@ -147,28 +132,8 @@ async fn act(args: &FleetArgs, access: &FleetAccess, api: &RegistryApi) -> anyho
             tenant,
             undo,
         } => {
-            let body = json!({"harness": who, "environment_id": environment, "tenant": tenant});
-            let path = if *undo {
-                "cloud/permit"
-            } else {
-                "cloud/revoke"
-            };
-            let answer = api.post(path, &body).await?;
-            if *undo && answer["permitted"] != true && !args.json {
-                bail!(
-                    "`{who}` was not revoked{}",
-                    in_environment(environment.as_deref())
-                );
-            }
-            show(args.json, &answer, |answer| match undo {
-                true => format!("{who} is permitted again\n"),
-                false => format!(
-                    "revoked {}{}; sockets ended: {}\n",
-                    text(&answer["revoked"]),
-                    in_environment(environment.as_deref()),
-                    answer["sockets_ended"]
-                ),
-            })
+            let place = (environment.as_deref(), tenant.as_deref());
+            revoke(args.json, api, who, place, *undo).await
         }
         FleetCommand::Drain { node } => {
             let answer = api.post("cloud/drain", &json!({"node": node})).await?;
@@ -176,6 +141,55 @@ async fn act(args: &FleetArgs, access: &FleetAccess, api: &RegistryApi) -> anyho
         }
         FleetCommand::Top { interval, count } => top(args, access, api, *interval, *count).await,
     }
+}
+
+async fn remove_environments(
+    json: bool,
+    api: &RegistryApi,
+    remove: &[String],
+    tenant: Option<&str>,
+) -> anyhow::Result<()> {
+    for id in remove {
+        let mut path = format!("cloud/environment/{}/remove", segment(id)?);
+        if let Some(tenant) = tenant {
+            let _ = write!(path, "?tenant={}", segment(tenant)?);
+        }
+        api.post(&path, &json!({}))
+            .await
+            .with_context(|| format!("cannot remove `{id}`"))?;
+        if !json {
+            print(format!("removed {id}\n").as_bytes())?;
+        }
+    }
+    if json {
+        return show(true, &json!({"removed": remove}), |_| String::new());
+    }
+    Ok(())
+}
+
+/// Revokes a harness in an environment and a tenant, or undoes that.
+async fn revoke(
+    json: bool,
+    api: &RegistryApi,
+    who: &str,
+    (environment, tenant): (Option<&str>, Option<&str>),
+    undo: bool,
+) -> anyhow::Result<()> {
+    let body = json!({"harness": who, "environment_id": environment, "tenant": tenant});
+    let path = if undo { "cloud/permit" } else { "cloud/revoke" };
+    let answer = api.post(path, &body).await?;
+    if undo && answer["permitted"] != true && !json {
+        bail!("`{who}` was not revoked{}", in_environment(environment));
+    }
+    show(json, &answer, |answer| match undo {
+        true => format!("{who} is permitted again\n"),
+        false => format!(
+            "revoked {}{}; sockets ended: {}\n",
+            text(&answer["revoked"]),
+            in_environment(environment),
+            answer["sockets_ended"]
+        ),
+    })
 }
 
 fn in_environment(environment: Option<&str>) -> String {

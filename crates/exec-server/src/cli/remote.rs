@@ -355,16 +355,8 @@ impl Credentials {
                 Proxies::of_variables(variable),
             )?))
         } else if let Some(command) = settings.text("remote.credential_command") {
-            let (newest, receiver) = watch::channel(None);
-            let command = command.to_owned();
-            credentials.renewal = Some(Renewal::new(move || {
-                let (command, backend, newest) = (command.clone(), backend.clone(), newest.clone());
-                async move {
-                    let token = token_of_command(&backend, &command).await?;
-                    newest.send_replace(Some(token));
-                    Ok(())
-                }
-            }));
+            let (renewal, receiver) = renewed_by(command.to_owned(), backend);
+            credentials.renewal = Some(renewal);
             RegistryAuth::Renewed(receiver)
         } else if let Some(path) = settings.path("remote.token_file") {
             RegistryAuth::BearerFile(path)
@@ -384,6 +376,23 @@ impl Credentials {
         };
         Ok(credentials)
     }
+}
+
+/// Renews a token by a command; the receiver has the newest one.
+fn renewed_by(
+    command: String,
+    backend: LocalBackend,
+) -> (Renewal, watch::Receiver<Option<Secret>>) {
+    let (newest, receiver) = watch::channel(None);
+    let renewal = Renewal::new(move || {
+        let (command, backend, newest) = (command.clone(), backend.clone(), newest.clone());
+        async move {
+            let token = token_of_command(&backend, &command).await?;
+            newest.send_replace(Some(token));
+            Ok(())
+        }
+    });
+    (renewal, receiver)
 }
 
 /// Runs a shell command and returns the line that it prints: a token.

@@ -310,35 +310,12 @@ fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCo
     Ok(ExitCode::SUCCESS)
 }
 
-async fn serve_rendezvous(args: RendezvousArgs, paths: RendezvousPaths) -> anyhow::Result<()> {
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut hangup = signal(SignalKind::hangup())?;
-    paths.make_directory()?;
-    paths.make_tokens()?;
-    let mut token_stamp = paths.stamp();
-    let tokens = paths.read_tokens()?;
-    let quota_file = || Stamp::of(args.quotas.as_deref()?).ok();
-    let mut quota_stamp = quota_file();
-    let tenant_quotas = quotas(&args)?;
-    let mut issuer = OidcIssuer::of(&args).await?;
-    let tls = tls(&args, paths.listen)?;
-    let audit = match &args.audit_file {
-        Some(path) => Some(
-            Journal::open(path)
-                .with_context(|| format!("cannot open the audit log {}", path.display()))?,
-        ),
-        None => None,
-    };
-    let listener = listen(paths.listen.address)?;
-    let metrics = match &args.metrics_listen {
-        Some(address) => Some(
-            TcpListener::bind(address)
-                .await
-                .with_context(|| format!("cannot serve metrics on {address}"))?,
-        ),
-        None => None,
-    };
+/// Configuration from the options.
+fn configuration(
+    args: &RendezvousArgs,
+    quotas: Quotas,
+    issuer: Option<&OidcIssuer>,
+) -> anyhow::Result<RendezvousConfig> {
     let mut config = RendezvousConfig::default();
     config.public_url.clone_from(&args.public_url);
     config.executor_lifetime = args.executor_url_lifetime;
@@ -347,8 +324,105 @@ async fn serve_rendezvous(args: RendezvousArgs, paths: RendezvousPaths) -> anyho
     config.metrics_tenants = args.metrics_tenants;
     let proxies = args.trusted_proxy.iter().map(String::as_str);
     config.trusted_proxies = TrustedProxies::parse(proxies).context("--trusted-proxy")?;
-    config.quotas = tenant_quotas;
-    config.oidc = issuer.as_ref().map(|issuer| Arc::clone(&issuer.oidc));
+    config.quotas = quotas;
+    config.oidc = issuer.map(|issuer| Arc::clone(&issuer.oidc));
+    Ok(config)
+}
+
+/// Files that are read again when they have changed.
+struct ReloadedFiles {
+    tokens: Option<Stamp>,
+    quotas: Option<Stamp>,
+}
+
+impl ReloadedFiles {
+    /// The state of the files now.
+    fn of(args: &RendezvousArgs, paths: &RendezvousPaths) -> Self {
+        let quotas = args.quotas.as_deref();
+        Self {
+            tokens: paths.stamp(),
+            quotas: quotas.and_then(|path| Stamp::of(path).ok()),
+        }
+    }
+
+    /// Makes the next reload read every file.
+    fn forget(&mut self) {
+        self.tokens = None;
+        self.quotas = None;
+    }
+
+    async fn reload(
+        &mut self,
+        args: &RendezvousArgs,
+        paths: &RendezvousPaths,
+        rendezvous: &RendezvousServer,
+    ) {
+        let now = Self::of(args, paths);
+        if now.quotas != self.quotas {
+            self.quotas = now.quotas;
+            match quotas(args) {
+                Ok(quotas) => {
+                    rendezvous.set_quotas(quotas);
+                    tracing::info!("reloaded the quotas");
+                }
+                Err(error) => {
+                    tracing::error!("cannot reload the quotas, keeping the old ones: {error:#}")
+                }
+            }
+        }
+        if now.tokens != self.tokens {
+            self.tokens = now.tokens;
+            match paths.read_tokens() {
+                Ok(tokens) => {
+                    rendezvous.set_tokens(tokens).await;
+                    tracing::info!("reloaded the tokens");
+                }
+                // A syntax error in the file must not close all connections, so the old
+                // tokens stay valid.
+                Err(error) => {
+                    tracing::error!("cannot reload the tokens, keeping the old ones: {error:#}")
+                }
+            }
+        }
+    }
+}
+
+fn open_audit(args: &RendezvousArgs) -> anyhow::Result<Option<Journal>> {
+    Ok(match &args.audit_file {
+        Some(path) => Some(
+            Journal::open(path)
+                .with_context(|| format!("cannot open the audit log {}", path.display()))?,
+        ),
+        None => None,
+    })
+}
+
+async fn bind_metrics(args: &RendezvousArgs) -> anyhow::Result<Option<TcpListener>> {
+    Ok(match &args.metrics_listen {
+        Some(address) => Some(
+            TcpListener::bind(address)
+                .await
+                .with_context(|| format!("cannot serve metrics on {address}"))?,
+        ),
+        None => None,
+    })
+}
+
+async fn serve_rendezvous(args: RendezvousArgs, paths: RendezvousPaths) -> anyhow::Result<()> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut hangup = signal(SignalKind::hangup())?;
+    paths.make_directory()?;
+    paths.make_tokens()?;
+    let mut files = ReloadedFiles::of(&args, &paths);
+    let tokens = paths.read_tokens()?;
+    let tenant_quotas = quotas(&args)?;
+    let mut issuer = OidcIssuer::of(&args).await?;
+    let tls = tls(&args, paths.listen)?;
+    let audit = open_audit(&args)?;
+    let listener = listen(paths.listen.address)?;
+    let metrics = bind_metrics(&args).await?;
+    let mut config = configuration(&args, tenant_quotas, issuer.as_ref())?;
     let mut limits = RouterLimits::default();
     limits.harness_sockets = args.max_harness_sockets;
     let backlog = Arc::new(MailboxBacklog::default());
@@ -357,17 +431,7 @@ async fn serve_rendezvous(args: RendezvousArgs, paths: RendezvousPaths) -> anyho
     if let Some(own) = router.nodes().await.into_iter().next() {
         config.node = own.name;
     }
-    let rendezvous = RendezvousServer::new(
-        config,
-        RendezvousParts {
-            store: Arc::clone(&site.store),
-            router: Arc::clone(&router),
-            backlog,
-            signer: site.signer.clone(),
-            tokens,
-            audit,
-        },
-    );
+    let rendezvous = RendezvousServer::new(config, site.parts(backlog, tokens, audit));
     announce(&args, &paths, &listener, metrics.as_ref(), tls.as_deref())?;
     if let Some(metrics) = metrics {
         let rendezvous = rendezvous.clone();
@@ -387,8 +451,7 @@ async fn serve_rendezvous(args: RendezvousArgs, paths: RendezvousPaths) -> anyho
             _ = interrupt.recv() => break,
             () = router.drain_requested() => break,
             _ = hangup.recv() => {
-                token_stamp = None;
-                quota_stamp = None;
+                files.forget();
                 if let Some(issuer) = &mut issuer {
                     issuer.upkeep(true);
                 }
@@ -405,30 +468,7 @@ async fn serve_rendezvous(args: RendezvousArgs, paths: RendezvousPaths) -> anyho
                 if let Some(issuer) = &mut issuer {
                     issuer.upkeep(false);
                 }
-                let now = quota_file();
-                if now != quota_stamp {
-                    quota_stamp = now;
-                    match quotas(&args) {
-                        Ok(quotas) => {
-                            rendezvous.set_quotas(quotas);
-                            tracing::info!("reloaded the quotas");
-                        }
-                        Err(error) => tracing::error!("cannot reload the quotas, keeping the old ones: {error:#}"),
-                    }
-                }
-                let now = paths.stamp();
-                if now != token_stamp {
-                    token_stamp = now;
-                    match paths.read_tokens() {
-                        Ok(tokens) => {
-                            rendezvous.set_tokens(tokens).await;
-                            tracing::info!("reloaded the tokens");
-                        }
-                        // A syntax error in the file must not close all connections, so the old
-                        // tokens stay valid.
-                        Err(error) => tracing::error!("cannot reload the tokens, keeping the old ones: {error:#}"),
-                    }
-                }
+                files.reload(&args, &paths, &rendezvous).await;
             }
             _ = alive.tick() => systemd::notify("WATCHDOG=1"),
         }
@@ -452,6 +492,23 @@ struct StoreAndRouter {
 }
 
 impl StoreAndRouter {
+    /// What a server on this store and router consists of.
+    fn parts(
+        &self,
+        backlog: Arc<MailboxBacklog>,
+        tokens: Tokens,
+        audit: Option<Journal>,
+    ) -> RendezvousParts {
+        RendezvousParts {
+            store: Arc::clone(&self.store),
+            router: Arc::clone(&self.router),
+            backlog,
+            signer: self.signer.clone(),
+            tokens,
+            audit,
+        }
+    }
+
     #[cfg_attr(
         not(feature = "fleet"),
         expect(clippy::unused_async, reason = "joining others takes time")

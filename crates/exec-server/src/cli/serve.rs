@@ -18,7 +18,7 @@ use exec_server_transport::stdio;
 use exec_server_transport::tls::TlsServer;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::task::JoinSet;
+use tokio::task::{JoinHandle, JoinSet};
 
 use super::args::ServeArgs;
 use super::daemon::IdleDetector;
@@ -95,6 +95,31 @@ pub(super) fn runtime(threads: Option<usize>) -> std::io::Result<tokio::runtime:
     builder.enable_all().event_interval(EVENT_INTERVAL).build()
 }
 
+/// Creates the server, without listeners.
+fn new_server(settings: &Settings) -> anyhow::Result<ExecServer> {
+    let mut config = settings.server()?;
+    config.audit = audit(settings)?;
+    if let Some(endpoint) = settings.text("traces.endpoint") {
+        let service = settings.text("traces.service").unwrap_or("exec-server");
+        config.tracer = Some(Tracer::start(endpoint, service)?);
+    }
+    let server = ExecServer::new(config).context("cannot set up the server")?;
+    server
+        .executor()
+        .adopt_orphans()
+        .context("cannot adopt orphans")?;
+    Ok(server)
+}
+
+/// Serves metrics on a task that ends with the server, if there is a listener for them.
+async fn serve_metrics(
+    settings: &Settings,
+    server: &ExecServer,
+) -> anyhow::Result<Option<JoinHandle<()>>> {
+    let metrics = metrics_listener(settings).await?;
+    Ok(metrics.map(|listener| tokio::spawn(metrics::serve(listener, server.clone()))))
+}
+
 async fn serve(
     args: ServeArgs,
     settings: Settings,
@@ -105,25 +130,13 @@ async fn serve(
 ) -> anyhow::Result<Option<std::fs::File>> {
     let stop = StopSignals::new()?;
     let hangup = signal(SignalKind::hangup())?;
-    let mut config = settings.server()?;
-    config.audit = audit(&settings)?;
-    if let Some(endpoint) = settings.text("traces.endpoint") {
-        let service = settings.text("traces.service").unwrap_or("exec-server");
-        config.tracer = Some(Tracer::start(endpoint, service)?);
-    }
-    let server = ExecServer::new(config).context("cannot set up the server")?;
-    server
-        .executor()
-        .adopt_orphans()
-        .context("cannot adopt orphans")?;
+    let server = new_server(&settings)?;
     tokio::spawn(async {
         tokio::time::sleep(START_UP).await;
         memory::release_program_text();
     });
     if settings.is_remote() {
-        let metrics = metrics_listener(&settings).await?;
-        let _metrics =
-            metrics.map(|listener| tokio::spawn(metrics::serve(listener, server.clone())));
+        let _metrics = serve_metrics(&settings, &server).await?;
         remote::serve(&server, &settings, &args.remote, keys, stop).await?;
         return Ok(None);
     }
@@ -133,9 +146,7 @@ async fn serve(
         if rules.auth.is_required() {
             bail!("WebSocket auth requires a WebSocket listener, not stdio");
         }
-        let metrics = metrics_listener(&settings).await?;
-        let _metrics =
-            metrics.map(|listener| tokio::spawn(metrics::serve(listener, server.clone())));
+        let _metrics = serve_metrics(&settings, &server).await?;
         serve_stdio(&server, stop).await?;
         return Ok(None);
     }

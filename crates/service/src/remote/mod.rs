@@ -226,34 +226,19 @@ where
     HF: Future<Output = ()> + Send + 'static,
 {
     let environment_id = config.environment_id.trim().to_owned();
-    let registry = match Registry::new(&config.registry_url, &environment_id, config.registry) {
-        Ok(registry) => Arc::new(registry),
-        Err(source) => {
-            return Err(RemoteEnvironmentError::Registry {
-                environment_id,
-                source,
-            });
-        }
-    };
-    let environment_registration = Arc::new(EnvironmentRegistration {
-        validator: Validator::new(Arc::clone(&registry), config.validation),
-        registry,
-        identity: config.identity.clone(),
-        name: config.name,
-        registration: Mutex::new(None),
-        registered: AtomicBool::new(false),
-        stays: AtomicBool::new(config.stay),
-        renewal: config.renewal,
-        control: config.control,
-        status,
-    });
-    let (accepted, mut streams) = mpsc::channel(config.limits.streams.max(1));
+    let (limits, identity) = (config.limits.clone(), config.identity.clone());
+    let environment_registration =
+        match EnvironmentRegistration::new(config, status, &environment_id) {
+            Ok(environment_registration) => Arc::new(environment_registration),
+            Err(source) => return Err(RemoteEnvironmentError::registry(environment_id, source)),
+        };
+    let (accepted, mut streams) = mpsc::channel(limits.streams.max(1));
     let executor = RelayExecutorConfig {
         environment_id: environment_id.clone(),
         // The first socket sets this before the first handshake.
         registration_id: String::new(),
-        identity: config.identity,
-        limits: config.limits,
+        identity,
+        limits,
     };
     let dial = {
         let environment_registration = Arc::clone(&environment_registration);
@@ -289,13 +274,9 @@ where
         tokio::select! {
             () = stop.cancelled(), if !stop.is_cancelled() => {}
             () = &mut shutdown => return Ok(()),
-            error = &mut driver => return Err(match error.source.downcast() {
-                Ok(source) if environment_registration.registered.load(Ordering::Relaxed) => {
-                    RemoteEnvironmentError::Deleted { environment_id, source: *source }
-                }
-                Ok(source) => RemoteEnvironmentError::Registry { environment_id, source: *source },
-                Err(source) => RemoteEnvironmentError::Dial(RelayDialError::fatal(source)),
-            }),
+            error = &mut driver => {
+                return Err(environment_registration.explain(error, environment_id));
+            }
             Some(stream) = streams.recv() => {
                 let environment_registration = Arc::clone(&environment_registration);
                 let (harness, ended) = (stream.harness.clone(), stream.ended());
@@ -309,6 +290,15 @@ where
                 });
             }
             Some(_) = tasks.join_next() => {}
+        }
+    }
+}
+
+impl RemoteEnvironmentError {
+    fn registry(environment_id: String, source: RegistryError) -> Self {
+        Self::Registry {
+            environment_id,
+            source,
         }
     }
 }
@@ -331,6 +321,41 @@ struct EnvironmentRegistration {
 }
 
 impl EnvironmentRegistration {
+    fn new(
+        config: RemoteEnvironmentConfig,
+        status: watch::Sender<RemoteStatus>,
+        environment_id: &str,
+    ) -> Result<Self, RegistryError> {
+        let registry = Registry::new(&config.registry_url, environment_id, config.registry)?;
+        let registry = Arc::new(registry);
+        Ok(Self {
+            validator: Validator::new(Arc::clone(&registry), config.validation),
+            registry,
+            identity: config.identity,
+            name: config.name,
+            registration: Mutex::new(None),
+            registered: AtomicBool::new(false),
+            stays: AtomicBool::new(config.stay),
+            renewal: config.renewal,
+            control: config.control,
+            status,
+        })
+    }
+
+    /// The error of a dial that will not succeed later either.
+    fn explain(&self, error: RelayDialError, environment_id: String) -> RemoteEnvironmentError {
+        match error.source.downcast() {
+            Ok(source) if self.registered.load(Ordering::Relaxed) => {
+                RemoteEnvironmentError::Deleted {
+                    environment_id,
+                    source: *source,
+                }
+            }
+            Ok(source) => RemoteEnvironmentError::registry(environment_id, *source),
+            Err(source) => RemoteEnvironmentError::Dial(RelayDialError::fatal(source)),
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Option<RegisterResponse>> {
         self.registration.lock()
     }

@@ -7,6 +7,7 @@ mod output;
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -255,7 +256,7 @@ impl RunLocation {
 async fn execute(
     args: &RunArgs,
     resolved: on::CommandLocation,
-    watcher: Option<Watcher>,
+    mut watcher: Option<Watcher>,
     signals: &mut CommandSignals,
 ) -> anyhow::Result<u8> {
     let tty = !args.json && (args.tty || (!args.no_tty && terminal::is_interactive()));
@@ -264,27 +265,14 @@ async fn execute(
         on::CommandLocation::There(there) => Some(there.clone()),
         on::CommandLocation::Here => None,
     };
-    let running = {
-        let beginning = begin(args, resolved, tty, &keys);
-        tokio::pin!(beginning);
-        tokio::select! {
-            running = &mut beginning => running,
-            code = signals.end() => {
-                // The command may have been started already; it is ended in this case.
-                if let Ok(Ok(running)) = tokio::time::timeout(EXIT_TIMEOUT / 2, &mut beginning).await {
-                    let grace = Some(STOP_GRACE);
-                    end_early(&running.location, running.process, watcher, grace).await;
-                }
-                return Ok(code);
-            }
-        }
-    };
+    let started = begin_until_signal(args, resolved, tty, &keys, &mut watcher, signals).await;
     let StartedCommand {
         location,
         process,
         feeds,
-    } = match running {
-        Ok(running) => running,
+    } = match started {
+        Ok(ControlFlow::Continue(started)) => started,
+        Ok(ControlFlow::Break(code)) => return Ok(code),
         Err(error) => {
             dismiss(watcher);
             return Err(error);
@@ -304,13 +292,7 @@ async fn execute(
         None
     };
     let losses = Arc::new(ConnectionLosses::new());
-    let states = match &location {
-        RunLocation::There { client, .. } => {
-            let watching = Arc::clone(&losses).watch(client.clone());
-            Some(AbortOnDropHandle::new(tokio::spawn(watching)))
-        }
-        RunLocation::Here(_) => None,
-    };
+    let states = watch_losses(&location, &losses);
     let streams = CommandStreams {
         tty,
         feeds,
@@ -344,16 +326,63 @@ async fn execute(
         }
         Err(error) => {
             dismiss(watcher);
-            let Some((there, RunLocation::There { client, .. })) =
-                there.as_ref().zip(Some(&location))
-            else {
-                return Err(error);
-            };
-            tokio::select! {
-                error = losses.explained(error, there, client) => Err(error),
-                code = signals.end() => Ok(code),
-            }
+            explained(error, there.as_ref(), &location, &losses, signals).await
         }
+    }
+}
+
+/// Starts the command, unless a signal comes first; the exit code of that breaks.
+async fn begin_until_signal(
+    args: &RunArgs,
+    resolved: on::CommandLocation,
+    tty: bool,
+    keys: &Arc<TypedKeys>,
+    watcher: &mut Option<Watcher>,
+    signals: &mut CommandSignals,
+) -> anyhow::Result<ControlFlow<u8, StartedCommand>> {
+    let beginning = begin(args, resolved, tty, keys);
+    tokio::pin!(beginning);
+    tokio::select! {
+        running = &mut beginning => running.map(ControlFlow::Continue),
+        code = signals.end() => {
+            // The command may have been started already; it is ended in this case.
+            if let Ok(Ok(running)) = tokio::time::timeout(EXIT_TIMEOUT / 2, &mut beginning).await {
+                let grace = Some(STOP_GRACE);
+                end_early(&running.location, running.process, watcher.take(), grace).await;
+            }
+            Ok(ControlFlow::Break(code))
+        }
+    }
+}
+
+/// Notices lost connections to a server until the handle is dropped.
+fn watch_losses(
+    location: &RunLocation,
+    losses: &Arc<ConnectionLosses>,
+) -> Option<AbortOnDropHandle<()>> {
+    match location {
+        RunLocation::There { client, .. } => {
+            let watching = Arc::clone(losses).watch(client.clone());
+            Some(AbortOnDropHandle::new(tokio::spawn(watching)))
+        }
+        RunLocation::Here(_) => None,
+    }
+}
+
+/// Explains an error by the loss of the connection, if that was its cause.
+async fn explained(
+    error: anyhow::Error,
+    there: Option<&on::RemoteMachine>,
+    location: &RunLocation,
+    losses: &ConnectionLosses,
+    signals: &mut CommandSignals,
+) -> anyhow::Result<u8> {
+    let Some((there, RunLocation::There { client, .. })) = there.zip(Some(location)) else {
+        return Err(error);
+    };
+    tokio::select! {
+        error = losses.explained(error, there, client) => Err(error),
+        code = signals.end() => Ok(code),
     }
 }
 
