@@ -96,7 +96,7 @@ const PATH_METHODS: &[&str] = &[
 ];
 
 /// Something that a rule may ban.
-enum BannedUse {
+pub(crate) enum BannedUse {
     /// A path as if no name had been imported.
     Path(Vec<String>),
     /// A call of a method without arguments.
@@ -122,7 +122,7 @@ fn files_use_banned_functions_no_more_often_than_the_table_allows() {
     }
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/ratchets/bans.txt");
     let text = fs::read_to_string(&path).expect("bans.txt");
-    let table = parse(&text);
+    let table = parse(&text, "bans.txt");
     if std::env::var("RATCHETS").is_ok_and(|value| value == "lower") {
         fs::write(&path, lower(&text, &found, &table).expect("lower sums")).expect("bans.txt");
         return;
@@ -166,11 +166,17 @@ fn comparison_reports_counts_above_and_below_the_table_and_lowering_refuses_a_hi
     let key = |file: &str| ("fs".to_owned(), file.to_owned());
     let found = FoundUses::from([(key("a.rs"), vec![1, 2]), (key("b.rs"), vec![7])]);
     let text = "# kept\nfs a.rs 2\nfs b.rs 1\n";
-    assert_eq!(compare(&found, &parse(text)), Vec::<String>::new());
-    assert_eq!(lower(text, &found, &parse(text)).as_deref(), Ok(text));
+    assert_eq!(
+        compare(&found, &parse(text, "bans.txt")),
+        Vec::<String>::new()
+    );
+    assert_eq!(
+        lower(text, &found, &parse(text, "bans.txt")).as_deref(),
+        Ok(text)
+    );
     let stale = "fs a.rs 1\nfs b.rs 2\nfs c.rs 4\n";
     assert_eq!(
-        compare(&found, &parse(stale)),
+        compare(&found, &parse(stale, "bans.txt")),
         [
             "fs: a.rs has 2, more than the 1 of bans.txt: lines 1, 2",
             "fs: b.rs has 1, fewer than the 2 of bans.txt: run the tests with RATCHETS=lower",
@@ -179,12 +185,12 @@ fn comparison_reports_counts_above_and_below_the_table_and_lowering_refuses_a_hi
     );
     // Code has moved from c.rs to a.rs.
     assert_eq!(
-        lower(stale, &found, &parse(stale)).as_deref(),
+        lower(stale, &found, &parse(stale, "bans.txt")).as_deref(),
         Ok("fs a.rs 2\nfs b.rs 1\n")
     );
     let less = "fs a.rs 2\n";
     assert_eq!(
-        lower(less, &found, &parse(less)),
+        lower(less, &found, &parse(less, "bans.txt")),
         Err("fs: 3 uses instead of 2".to_owned())
     );
 }
@@ -217,20 +223,20 @@ fn compare(found: &FoundUses, table: &AllowedUses) -> Vec<String> {
     wrong
 }
 
-fn parse(text: &str) -> AllowedUses {
+pub(crate) fn parse(text: &str, file: &str) -> AllowedUses {
     let mut table = AllowedUses::new();
     for line in text
         .lines()
         .filter(|line| !line.starts_with('#') && !line.is_empty())
     {
         let [rule, file, count] = line.split_whitespace().collect::<Vec<_>>()[..] else {
-            panic!("bans.txt: `{line}` is not a rule, a file and a count");
+            panic!("{file}: `{line}` is not a rule, a file and a count");
         };
         let count = count
             .parse()
-            .unwrap_or_else(|_| panic!("bans.txt: `{line}` has no count"));
+            .unwrap_or_else(|_| panic!("{file}: `{line}` has no count"));
         let before = table.insert((rule.to_owned(), file.to_owned()), count);
-        assert!(before.is_none(), "bans.txt: two lines of {rule} and {file}");
+        assert!(before.is_none(), "{file}: two lines of {rule} and {file}");
     }
     table
 }
@@ -325,7 +331,7 @@ fn scan(source: &str, name: &str, found: &mut FoundUses) {
 }
 
 /// Paths, method calls and negative numbers with their lines, and what imported names stand for.
-fn collect_uses(
+pub(crate) fn collect_uses(
     tokens: TokenStream,
     imports: &mut BTreeMap<String, Vec<String>>,
     uses: &mut Vec<(usize, BannedUse)>,
