@@ -216,6 +216,31 @@ impl ExecServerError {
     }
 }
 
+/// Removes the wire code at the end of an error's text, and the numbers of system errors: for
+/// messages that a person or a model reads.
+pub fn without_numbers(text: &str) -> String {
+    let mut text = match text.rfind(" (code ") {
+        Some(at) if is_number(&text[at + " (code ".len()..]) => text[..at].to_owned(),
+        _ => text.to_owned(),
+    };
+    const SYSTEM: &str = " (os error ";
+    while let Some(at) = text.find(SYSTEM)
+        && let Some(length) = text[at..].find(')')
+        && is_number(&text[at + SYSTEM.len()..=at + length])
+    {
+        text.replace_range(at..=at + length, "");
+    }
+    text
+}
+
+/// Matches digits with an optional minus sign, and a closing bracket.
+fn is_number(text: &str) -> bool {
+    text.strip_suffix(')').is_some_and(|number| {
+        let digits = number.strip_prefix('-').unwrap_or(number);
+        !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())
+    })
+}
+
 impl From<CallError> for ExecServerError {
     fn from(error: CallError) -> Self {
         match error {

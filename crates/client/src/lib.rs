@@ -80,7 +80,7 @@ pub use client::{ExecServerClient, ServerInstance};
 pub use collect::{CollectOptions, ProcessOutput};
 pub use dial::{Dial, DialError, DialledLink, InitialMessages};
 pub use environment::{Environment, EnvironmentManager, EnvironmentProvider};
-pub use error::{ExecServerError, Reply};
+pub use error::{ExecServerError, Reply, without_numbers};
 pub use event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, ProcessFailure};
 pub use exec_server_protocol as protocol;
 #[cfg(feature = "local")]

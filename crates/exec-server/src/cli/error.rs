@@ -7,6 +7,7 @@ use std::io::{self, Write as _};
 
 use exec_server_client::ExecServerError;
 use exec_server_client::registry::RegistryConnectError;
+use exec_server_client::without_numbers;
 use exec_server_registry::RegistryError;
 use exec_server_transport::ConnectError;
 
@@ -61,30 +62,6 @@ pub(super) fn message(error: &anyhow::Error) -> String {
         }
     }
     parts.join(": ")
-}
-
-/// Removes the wire code at the end, and the numbers of system errors.
-fn without_numbers(text: &str) -> String {
-    let mut text = match text.rfind(" (code ") {
-        Some(at) if is_number(&text[at + " (code ".len()..]) => text[..at].to_owned(),
-        _ => text.to_owned(),
-    };
-    const SYSTEM: &str = " (os error ";
-    while let Some(at) = text.find(SYSTEM)
-        && let Some(length) = text[at..].find(')')
-        && is_number(&text[at + SYSTEM.len()..=at + length])
-    {
-        text.replace_range(at..=at + length, "");
-    }
-    text
-}
-
-/// Matches digits with an optional minus sign, and a closing bracket.
-fn is_number(text: &str) -> bool {
-    text.strip_suffix(')').is_some_and(|number| {
-        let digits = number.strip_prefix('-').unwrap_or(number);
-        !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())
-    })
 }
 
 /// Removes a path at the end of a message if an earlier message already named it.
