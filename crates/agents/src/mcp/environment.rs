@@ -4,9 +4,12 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 use exec_server_client::fs::uri;
-use exec_server_client::{BoxFuture, ExecBackend, ExecutorFileSystem};
+use exec_server_client::without_numbers;
+use exec_server_client::{BoxFuture, ExecBackend, ExecServerError, ExecutorFileSystem};
 use exec_server_protocol::PathUri;
-use exec_server_protocol::sandbox::Sandbox;
+use exec_server_protocol::sandbox::{Denial, DenialKind, Sandbox};
+
+use crate::unified::denied_operation;
 
 /// A machine, or a working directory on one, with the settings that tools need.
 #[derive(Debug, Clone)]
@@ -54,12 +57,55 @@ impl ToolEnvironment {
     }
 }
 
+impl ToolEnvironment {
+    /// Describes a failed file operation for the model: with the path, without error numbers, and
+    /// with the sandbox if that is the cause.
+    pub(crate) fn failure(&self, path: &PathUri, error: &ExecServerError) -> String {
+        /// Errors of the system that a sandbox causes.
+        const DENIED: [&str; 3] = [
+            "Read-only file system",
+            "Permission denied",
+            "Operation not permitted",
+        ];
+        let message = match error {
+            ExecServerError::Server { message, .. } => message.clone(),
+            other => other.to_string(),
+        };
+        let message = without_numbers(&message);
+        // The server names the path on which the operation failed, which may be a parent.
+        let Some((cause, failed)) = message
+            .strip_suffix('`')
+            .and_then(|message| message.rsplit_once(": `"))
+        else {
+            let is_complete = message.contains('`') || message.starts_with("invalid ");
+            return match is_complete {
+                true => message,
+                false => format!("`{}`: {message}", self.shown(path)),
+            };
+        };
+        let failed = match Path::new(failed).strip_prefix(&self.cwd) {
+            Ok(below) if below != Path::new("") => below.display().to_string(),
+            _ => failed.to_owned(),
+        };
+        if self.sandbox.is_some() && DENIED.contains(&cause) {
+            let denied = denied_operation(&Denial {
+                kind: DenialKind::FileSystem,
+                path: Some(failed),
+                address: None,
+                syscall: None,
+            });
+            return format!("Sandbox: denied {denied} ({cause})");
+        }
+        format!("`{failed}`: {cause}")
+    }
+}
+
 /// Why an environment or a path in it cannot be used.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum ToolEnvironmentError {
     /// No environment has this id.
-    #[error("unknown environment `{id}`; there are {known}")]
+    #[error("unknown environment `{id}`; known are {known}")]
     Unknown {
         /// The requested id.
         id: String,
@@ -88,6 +134,11 @@ pub enum ToolEnvironmentError {
 pub trait ToolEnvironments: Send + Sync + std::fmt::Debug {
     /// Ids of the environments; the first is the default.
     fn ids(&self) -> Vec<String>;
+
+    /// Describes what the sandbox of all environments allows, in sentences for the model.
+    fn policy(&self) -> Option<String> {
+        None
+    }
 
     /// Returns an environment and connects to it if necessary.
     ///

@@ -5,14 +5,17 @@
 //! and carries its messages; [`proxy`] does so for a client on this machine. This crate does not
 //! connect to environments and does not read settings or arguments.
 
+mod definitions;
 mod environment;
 pub mod http;
 mod params;
 mod patch;
 pub mod proxy;
+mod results;
 mod server;
 pub mod stdio;
 mod tools;
 
+pub use definitions::TOOLS;
 pub use environment::{SingleEnvironment, ToolEnvironment, ToolEnvironmentError, ToolEnvironments};
-pub use server::{McpOptions, McpServer, TOOLS, serve_stdio};
+pub use server::{McpOptions, McpServer, serve_stdio};

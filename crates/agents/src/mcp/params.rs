@@ -8,93 +8,93 @@ use serde::Deserialize;
 /// A stream of a process.
 #[derive(Debug, Clone, Copy, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
+#[schemars(inline)]
 pub(crate) enum StreamName {
-    /// Standard output.
     Stdout,
-    /// Standard error.
     Stderr,
-    /// The terminal.
     Pty,
 }
 
-/// Run a command.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ExecCommandParams {
-    /// The command, for a shell.
+    /// Command line for a shell, for example `cargo test 2>&1 | tail -n 50`.
     pub(crate) cmd: String,
-    /// Where to run it; the working directory of the environment if not given.
+    /// Directory to run in, absolute or relative to the working directory. Default: the working
+    /// directory.
     pub(crate) workdir: Option<String>,
-    /// Give it a terminal, which also keeps its input open for write_stdin. Default false.
+    /// Give the command a terminal: needed to type into it with write_stdin, and for programs that
+    /// ask questions. Without one its standard input is empty. Default false.
     #[serde(default)]
     pub(crate) tty: bool,
-    /// How long to wait for the command, in milliseconds, 250 to 30000; default 10000. If the
-    /// command ends earlier, the call returns immediately; if it is still running, the result has a
-    /// session_id.
+    /// Milliseconds to wait for the end of the command, 250 to 30000. Default 10000. If it ends
+    /// earlier, the call returns immediately; if it is still running then, it continues and the result
+    /// has a session_id.
     pub(crate) yield_time_ms: Option<u64>,
-    /// How many tokens of output to show; 10000 if not given. The middle is left out first.
+    /// Maximum output to return, in tokens of 4 bytes, up to 100000. Default 10000. The beginning
+    /// and the end are kept.
     pub(crate) max_output_tokens: Option<usize>,
-    /// The shell, as a path; the usual one of the environment if not given.
+    /// Path of the shell. Default: the login shell of the user.
     pub(crate) shell: Option<String>,
     /// Let the shell read the user's profile first. Default false.
     #[serde(default)]
     pub(crate) login: bool,
-    /// Variables to set.
+    /// Environment variables to set, besides those of the machine.
     #[serde(default)]
     pub(crate) env: BTreeMap<String, String>,
-    /// Id of the environment; the default one if not given.
+    /// Environment to run in. Default: the first one.
     pub(crate) environment_id: Option<String>,
 }
 
-/// Write to a running command, or wait for more of its output.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WriteStdinParams {
-    /// Id of the session.
+    /// session_id of a result of exec_command.
     pub(crate) session_id: u32,
-    /// Text to write, with line ends. Empty text only waits for output; U+0003 alone interrupts the
-    /// command.
+    /// Text to type; end a line with \n. Empty: only wait for output. U+0003 alone: interrupt the
+    /// command as Ctrl-C does, with or without a terminal. Default empty.
     #[serde(default)]
     pub(crate) chars: String,
-    /// How long to wait for output, in milliseconds; 250 to 30000 after writing, 5000 to 300000 when
-    /// only waiting.
+    /// Milliseconds to wait for output: 250 to 30000 with chars, default 250; 5000 to 300000
+    /// without, default 5000. Ends early when the command ends.
     pub(crate) yield_time_ms: Option<u64>,
-    /// How many tokens of output to show; 10000 if not given.
+    /// Maximum output to return, in tokens of 4 bytes, up to 100000. Default 10000.
     pub(crate) max_output_tokens: Option<usize>,
 }
 
-/// Read output of a command again, or from a cursor.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ReadOutput {
-    /// Id of the session; one that has ended can be read for a while.
+    /// session_id of a command; the last 64 that have ended can be read too.
     pub(crate) session_id: u32,
-    /// Where to continue: the cursor of an earlier result. Default: the oldest output that is kept.
+    /// Return output after this cursor, which an earlier result has. Default 0: from the oldest
+    /// output that is kept.
     #[serde(default)]
     pub(crate) cursor: u64,
-    /// How long to wait if there is nothing yet, in milliseconds, at most 60000. Default 0.
+    /// Skip this many bytes after the cursor: the offset of an earlier result. Default 0.
+    #[serde(default)]
+    pub(crate) offset: u64,
+    /// Milliseconds to wait if there is no output yet, up to 60000. Default 0.
     #[serde(default)]
     pub(crate) wait_ms: u64,
-    /// How many tokens of output to show; 10000 if not given.
+    /// Maximum output to return, in tokens of 4 bytes, up to 100000. Default 10000.
     pub(crate) max_output_tokens: Option<usize>,
 }
 
-/// End a command with everything it started.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct KillParams {
-    /// Id of the session.
+    /// session_id of a running command.
     pub(crate) session_id: u32,
-    /// Kill immediately, without a chance to clean up. Default false.
+    /// Kill immediately (SIGKILL), without time to clean up. Default false: SIGTERM first.
     #[serde(default)]
     pub(crate) force: bool,
-    /// How long it may take to clean up, in milliseconds; 2000 if not given, at most 30000.
+    /// Milliseconds between SIGTERM and SIGKILL, up to 30000. Default 2000.
     pub(crate) grace_ms: Option<u64>,
-    /// How many tokens of its last output to show; 10000 if not given.
+    /// Maximum output to return, in tokens of 4 bytes, up to 100000. Default 10000.
     pub(crate) max_output_tokens: Option<usize>,
 }
 
-/// List commands.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ListProcesses {
@@ -103,103 +103,109 @@ pub(crate) struct ListProcesses {
     pub(crate) all: bool,
 }
 
-/// Wait until the first of the given conditions holds for a command.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WaitFor {
-    /// Id of the session.
+    /// session_id of a command.
     pub(crate) session_id: u32,
-    /// The output of the command matches this regular expression.
+    /// Return when its output matches this regular expression (Rust syntax), for example
+    /// `listening on|error`.
     pub(crate) regex: Option<String>,
-    /// Search only this stream.
+    /// Match the output of this stream only; with a terminal there is only pty.
     pub(crate) stream: Option<StreamName>,
-    /// The command writes nothing for this many milliseconds.
+    /// Return when it has written nothing for this many milliseconds.
     pub(crate) quiet_ms: Option<u64>,
-    /// The command listens on this TCP port; 0 for any.
+    /// Return when it, or a process that it started, listens on this TCP port; 0 for any port.
     pub(crate) port: Option<u16>,
-    /// The command waits for input from its terminal. Default false.
+    /// Return when it waits for input from its terminal. Default false.
     #[serde(default)]
     pub(crate) tty_read: bool,
-    /// Search output after this cursor only; all that is kept if not given.
+    /// Match only output after this cursor, which an earlier result has. Default 0: all output that
+    /// is kept.
     #[serde(default)]
     pub(crate) cursor: u64,
-    /// How long to wait, in milliseconds, at most 600000; 30000 if not given. The wait always ends when the command ends.
+    /// Milliseconds to wait at most, up to 600000. Default 30000.
     pub(crate) timeout_ms: Option<u64>,
 }
 
-/// Read a text file.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ReadFile {
-    /// The file to read.
+    /// File to read, absolute or relative to the working directory.
+    #[serde(alias = "file_path")]
     pub(crate) path: String,
-    /// The first line to show, from 1. Default 1.
+    /// First line to return; lines count from 1. Default 1.
     pub(crate) offset: Option<u64>,
-    /// How many lines; as many as there is room for if not given.
+    /// Maximum number of lines. Default: as many as max_output_tokens allows.
     pub(crate) limit: Option<u64>,
-    /// How many tokens to show; 10000 if not given.
+    /// Maximum text to return, in tokens of 4 bytes, up to 100000. Default 10000.
     pub(crate) max_output_tokens: Option<usize>,
-    /// Id of the environment; the default one if not given.
+    /// Environment of the file. Default: the first one.
     pub(crate) environment_id: Option<String>,
 }
 
-/// Write a whole file.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WriteFile {
-    /// The file to write; an existing file is replaced, and missing directories are created.
+    /// File to write, absolute or relative to the working directory. Missing directories are
+    /// created.
+    #[serde(alias = "file_path")]
     pub(crate) path: String,
-    /// The whole content of the file.
+    /// Whole content of the file, as UTF-8 text.
     pub(crate) content: String,
     /// Make it executable. Default false; an executable file stays executable.
     #[serde(default)]
     pub(crate) executable: bool,
-    /// Id of the environment; the default one if not given.
+    /// Environment of the file. Default: the first one.
     pub(crate) environment_id: Option<String>,
 }
 
-/// Change files: either a patch, or one text for another in one file.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct EditParams {
-    /// A patch from `*** Begin Patch` to `*** End Patch`, with sections `*** Add File: P` (lines
-    /// begin with +), `*** Delete File: P` and `*** Update File: P` (optionally `*** Move to: P`, then
-    /// hunks: optionally `@@ a line before`, then lines that begin with a blank, - or +).
+    /// Patch from `*** Begin Patch` to `*** End Patch`, with sections `*** Add File: P` (lines
+    /// begin with +), `*** Delete File: P` and `*** Update File: P` (optionally `*** Move to: P`,
+    /// then hunks: optionally `@@ a line before`, then lines that begin with a blank, - or +).
     pub(crate) patch: Option<String>,
-    /// The file to change, if no patch is given.
+    /// File to change; without a patch.
+    #[serde(alias = "file_path")]
     pub(crate) path: Option<String>,
-    /// The text to replace, exactly as in the file. It must occur once.
+    /// Text to replace, exactly as in the file, line ends and indentation included. It must occur
+    /// once, unless replace_all is true. Also accepted as old_string.
+    #[serde(alias = "old_string")]
     pub(crate) old_text: Option<String>,
-    /// The replacement text.
+    /// Text to put in its place. Also accepted as new_string.
+    #[serde(alias = "new_string")]
     pub(crate) new_text: Option<String>,
     /// Replace every occurrence. Default false.
     #[serde(default)]
     pub(crate) replace_all: bool,
-    /// Id of the environment; the default one if not given.
+    /// Environment of the files. Default: the first one.
     pub(crate) environment_id: Option<String>,
 }
 
-/// List a directory.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ListDir {
-    /// The directory to list; the working directory if not given.
+    /// Directory to list. Default: the working directory.
     pub(crate) path: Option<String>,
-    /// Depth of subdirectories, 1 to 16; 1 if not given. Hidden directories are not entered.
+    /// Levels to list, 1 to 16. Default 1: the directory alone. Directories whose name begins with
+    /// a dot are listed but not entered.
     pub(crate) depth: Option<usize>,
-    /// How many entries at most; 1000 if not given.
+    /// Continue after this entry, the last one of an earlier result.
+    pub(crate) after: Option<String>,
+    /// Maximum number of entries, up to 20000. Default 1000.
     pub(crate) max_entries: Option<usize>,
-    /// Id of the environment; the default one if not given.
+    /// Environment of the directory. Default: the first one.
     pub(crate) environment_id: Option<String>,
 }
 
-/// Search for lines.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct SearchFilesParams {
-    /// Regular expression to search for in each line.
+    /// Regular expression (Rust syntax, no look-around) to search for in each line.
     pub(crate) pattern: String,
-    /// The directory or file to search; the working directory if not given.
+    /// Directory or file to search. Default: the working directory.
     pub(crate) path: Option<String>,
     /// Take the pattern as plain text. Default false.
     #[serde(default)]
@@ -207,33 +213,35 @@ pub(crate) struct SearchFilesParams {
     /// Ignore case. Default false.
     #[serde(default)]
     pub(crate) ignore_case: bool,
-    /// Globs of files: `*.rs` includes, `!target` excludes.
+    /// Files to search, as globs: `*.rs` includes, `!target` excludes. Default: all.
     #[serde(default)]
     pub(crate) globs: Vec<String>,
     /// Include hidden files and files that .gitignore excludes. Default false.
     #[serde(default)]
     pub(crate) include_ignored: bool,
-    /// How many matching lines at most; 200 if not given.
+    /// Maximum number of matching lines, up to 5000. Default 200.
     pub(crate) max_matches: Option<usize>,
-    /// Lines of context to show around each match. Default 0.
+    /// Skip this many matches: the next_offset of an earlier result. Default 0.
+    #[serde(default)]
+    pub(crate) offset: usize,
+    /// Lines to show before and after each match. Default 0.
     #[serde(default)]
     pub(crate) context_lines: usize,
-    /// How many tokens to show; 10000 if not given.
+    /// Maximum text to return, in tokens of 4 bytes, up to 100000. Default 10000.
     pub(crate) max_output_tokens: Option<usize>,
-    /// Id of the environment; the default one if not given.
+    /// Environment of the files. Default: the first one.
     pub(crate) environment_id: Option<String>,
 }
 
-/// Wait until a file or something in a directory changes.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WatchOnce {
-    /// The file or directory to watch; the working directory if not given.
+    /// File or directory to watch. Default: the working directory.
     pub(crate) path: Option<String>,
-    /// Include everything below it. Default true.
+    /// Watch everything below a directory too. Default true.
     pub(crate) recursive: Option<bool>,
-    /// How long to wait, in milliseconds, at most 600000; 30000 if not given.
+    /// Milliseconds to wait at most, up to 600000. Default 30000.
     pub(crate) timeout_ms: Option<u64>,
-    /// Id of the environment; the default one if not given.
+    /// Environment of the path. Default: the first one.
     pub(crate) environment_id: Option<String>,
 }

@@ -3,28 +3,25 @@
 //! Owns the list of tools, the limit of simultaneous calls, progress and cancellation, and the
 //! resources. The tools are implemented in `tools`.
 
-use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rmcp::handler::server::common::schema_for_type;
 use rmcp::model::{
     CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, ErrorData,
-    Implementation, JsonObject, ListResourceTemplatesResult, ListResourcesResult, ListToolsResult,
+    Implementation, ListResourceTemplatesResult, ListResourcesResult, ListToolsResult,
     PaginatedRequestParams, ProgressNotificationParam, ReadResourceRequestParams,
     ReadResourceResponse, ReadResourceResult, Resource, ResourceContents, ResourceTemplate,
-    ServerCapabilities, ServerConfig, Tool, ToolAnnotations,
+    ServerCapabilities, ServerConfig, Tool,
 };
-use rmcp::schemars::JsonSchema;
 use rmcp::service::{RequestContext, RoleServer};
 use rmcp::{ServerHandler, serve_server};
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use crate::mcp::definitions::{TOOLS, tool};
 use crate::mcp::environment::{ToolEnvironment, ToolEnvironmentError, ToolEnvironments};
-use crate::mcp::params;
 use crate::mcp::tools::{self, ToolError, ToolOutcome};
 use crate::unified::{SessionInfo, UnifiedExec, UnifiedExecConfig};
 
@@ -39,22 +36,6 @@ const FINISHED_SESSIONS: usize = 64;
 
 /// Bytes of output kept for each command.
 const TRANSCRIPT_BYTES: usize = 256 * 1024;
-
-/// Names of all tools.
-pub const TOOLS: &[&str] = &[
-    "exec_command",
-    "write_stdin",
-    "read_output",
-    "kill",
-    "list_processes",
-    "wait_for",
-    "read_file",
-    "write_file",
-    "edit",
-    "list_dir",
-    "search",
-    "watch_once",
-];
 
 /// Options of an MCP server.
 #[derive(Debug, Clone, Default)]
@@ -182,11 +163,9 @@ impl McpServer {
                 result.structured_content = Some(structured);
                 Ok(result)
             }
-            Err(ToolError::Arguments(message)) => Err(ErrorData::invalid_params(message, None)),
-            // A failed tool call is a result for the model, not a protocol error.
-            Err(ToolError::Failed(message)) => {
-                Ok(CallToolResult::error(vec![ContentBlock::text(message)]))
-            }
+            // A result for the model, which can correct the call; clients do not show it protocol
+            // errors.
+            Err(ToolError(message)) => Ok(CallToolResult::error(vec![ContentBlock::text(message)])),
         }
     }
 
@@ -236,11 +215,15 @@ impl ServerHandler for McpServer {
             .enable_tools()
             .enable_resources()
             .build();
-        let mut instructions = "Runs commands and uses files. exec_command answers when the command \
-            has ended, or with a session_id when its time is up: then write_stdin writes to it or \
-            waits for more, wait_for waits for a line, a port, silence or a question, and kill ends \
-            it. Relative paths begin at the working directory."
+        let mut instructions = "Runs commands and uses files of a machine. exec_command returns when \
+            the command has ended, or with a session_id when its time is up; then wait_for waits for \
+            a line, a port or the end, write_stdin types or returns more output, read_output returns \
+            any part of the output, and kill ends it. Relative paths start at the working directory. \
+            A result that was cut names the call that returns the rest."
             .to_owned();
+        if let Some(policy) = self.shared.environments.policy() {
+            instructions += &format!(" {policy}");
+        }
         let ids = self.shared.environments.ids();
         if ids.len() > 1 {
             instructions += &format!(
@@ -334,83 +317,6 @@ const LOG_END: &str = "/log";
 /// URI of the log of a session.
 pub(crate) fn log_uri(session: u32) -> String {
     format!("{LOG_SCHEME}{session}{LOG_END}")
-}
-
-/// Definition of a tool. `environment_id` is a parameter only if there are several environments.
-fn tool(name: &str, several: bool) -> Tool {
-    fn of<P: JsonSchema + 'static>() -> Arc<JsonObject> {
-        schema_for_type::<P>()
-    }
-    let reads = ToolAnnotations::new().read_only(true).open_world(false);
-    let writes = ToolAnnotations::new().read_only(false).open_world(false);
-    let (description, schema, annotations) = match name {
-        "exec_command" => (
-            "Run a command in a shell. Answers with its output and exit code when it has ended, or \
-             with a session_id when it is still running after yield_time_ms.",
-            of::<params::ExecCommandParams>(),
-            writes.destructive(true).open_world(true),
-        ),
-        "write_stdin" => (
-            "Write to a running command that has a terminal, or wait for more of its output.",
-            of::<params::WriteStdinParams>(),
-            writes.destructive(true).open_world(true),
-        ),
-        "read_output" => (
-            "Read the output of a command from a cursor on, without consuming it.",
-            of::<params::ReadOutput>(),
-            reads,
-        ),
-        "kill" => (
-            "End a running command with everything it started.",
-            of::<params::KillParams>(),
-            writes.destructive(true),
-        ),
-        "list_processes" => (
-            "List the commands that are running.",
-            of::<params::ListProcesses>(),
-            reads,
-        ),
-        "wait_for" => (
-            "Wait until a command writes something, falls silent, listens on a port, asks for input \
-             or ends, whichever comes first.",
-            of::<params::WaitFor>(),
-            reads,
-        ),
-        "read_file" => (
-            "Read a text file, or some lines of it.",
-            of::<params::ReadFile>(),
-            reads,
-        ),
-        "write_file" => (
-            "Write a whole file.",
-            of::<params::WriteFile>(),
-            writes.destructive(true).idempotent(true),
-        ),
-        "edit" => (
-            "Change files with a patch, or replace a text in one file.",
-            of::<params::EditParams>(),
-            writes.destructive(true),
-        ),
-        "list_dir" => ("List a directory.", of::<params::ListDir>(), reads),
-        "search" => (
-            "Search files for lines that match a regular expression.",
-            of::<params::SearchFilesParams>(),
-            reads,
-        ),
-        _ => (
-            "Wait until a file, or something in a directory, changes.",
-            of::<params::WatchOnce>(),
-            reads,
-        ),
-    };
-    let mut schema = (*schema).clone();
-    if !several
-        && let Some(properties) = schema.get_mut("properties")
-        && let Some(properties) = properties.as_object_mut()
-    {
-        properties.remove("environment_id");
-    }
-    Tool::new(Cow::Owned(name.to_owned()), description, schema).annotate(annotations)
 }
 
 /// Serves one client on standard input and output until the client closes its side.

@@ -6,6 +6,8 @@ use std::time::Duration;
 use exec_server_protocol::sandbox::Denial;
 use serde_json::{Value, json};
 
+use super::denial::denied_operation;
+
 /// Result of one call: output, state and exit code of its command.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
@@ -14,6 +16,8 @@ pub struct CommandResult {
     pub chunk_id: String,
     /// Duration of the call.
     pub wall_time: Duration,
+    /// Id of the command's session, also after its end.
+    pub id: u32,
     /// Id of the session in which the command continues; absent after it has ended.
     pub session_id: Option<u32>,
     /// Exit code; absent while the command runs.
@@ -26,6 +30,9 @@ pub struct CommandResult {
     pub output: String,
     /// Number of bytes omitted from `output`, as its marker states.
     pub omitted_bytes: u64,
+    /// Sequence number before the first event of this output: reading the process from it on returns
+    /// also what is omitted. Absent if there is no output.
+    pub after_seq: Option<u64>,
     /// Whether output was lost on the connection. A marker in `output` shows where.
     pub has_gaps: bool,
     /// Result of the write.
@@ -154,17 +161,59 @@ impl CommandResult {
 impl std::fmt::Display for DenialReport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self.source {
-            DenialSource::Executor => "refused something",
-            DenialSource::Output => "probably refused something",
+            DenialSource::Executor => "denied ",
+            DenialSource::Output => "probably denied ",
         })?;
-        for (number, denial) in self.denials.iter().enumerate() {
-            let what = [&denial.path, &denial.address, &denial.syscall];
-            let what = what.into_iter().flatten().next();
-            let separator = if number == 0 { ": " } else { ", " };
-            if let Some(what) = what {
-                write!(f, "{separator}{what}")?;
+        let mut operations: Vec<String> = Vec::new();
+        for denial in &self.denials {
+            let operation = denied_operation(denial);
+            if !operations.contains(&operation) {
+                operations.push(operation);
             }
         }
-        Ok(())
+        match operations.as_slice() {
+            [] => f.write_str("something"),
+            [one] => f.write_str(one),
+            [first @ .., last] => write!(f, "{} and {last}", first.join(", ")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use exec_server_protocol::sandbox::DenialKind;
+
+    use super::*;
+
+    #[test]
+    fn denial_report_names_each_operation_once() {
+        let denial = |kind, path: Option<&str>| Denial {
+            kind,
+            path: path.map(str::to_owned),
+            address: None,
+            syscall: None,
+        };
+        let text = |source, denials: &[Denial]| {
+            let denials = denials.to_vec();
+            DenialReport {
+                early: true,
+                source,
+                denials,
+            }
+            .to_string()
+        };
+        let file = denial(DenialKind::FileSystem, Some("/x"));
+        let unknown = denial(DenialKind::FileSystem, None);
+        let network = denial(DenialKind::Network, None);
+        let call = denial(DenialKind::Syscall, None);
+        let executor = DenialSource::Executor;
+        assert_eq!(text(executor, &[]), "denied something");
+        assert_eq!(text(DenialSource::Output, &[]), "probably denied something");
+        assert_eq!(text(executor, &[file.clone()]), "denied access to `/x`");
+        assert_eq!(
+            text(executor, &[unknown.clone(), file, unknown, network]),
+            "denied access to a file, access to `/x` and network access"
+        );
+        assert_eq!(text(executor, &[call]), "denied a system call");
     }
 }

@@ -2,6 +2,7 @@
 
 use exec_server_client::ProcessExit;
 use exec_server_protocol::process::SandboxType;
+use exec_server_protocol::sandbox::{Denial, DenialKind};
 
 use super::command_result::{DenialReport, DenialSource};
 
@@ -45,6 +46,19 @@ pub(super) fn report(
         WORDS.iter().any(|word| text.contains(word))
     };
     denied.then(|| report(DenialSource::Output))
+}
+
+/// Describes a denied operation, as the object of "denied".
+pub fn denied_operation(denial: &Denial) -> String {
+    let (unknown, known, name) = match denial.kind {
+        DenialKind::FileSystem => ("access to a file", "access to", &denial.path),
+        DenialKind::Network => ("network access", "network access to", &denial.address),
+        DenialKind::Syscall => ("a system call", "the system call", &denial.syscall),
+    };
+    match name {
+        Some(name) => format!("{known} `{name}`"),
+        None => unknown.to_owned(),
+    }
 }
 
 #[cfg(test)]

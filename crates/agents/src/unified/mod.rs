@@ -57,6 +57,7 @@ use tokio::time::Instant;
 pub use budget::{BYTES_PER_TOKEN, HeadTail, TruncatedOutput, tokens};
 pub use command_result::{CommandResult, DenialReport, DenialSource, InputStatus};
 pub use config::{IdSource, UnifiedExecConfig};
+pub use denial::denied_operation;
 pub use event::{EventSink, UnifiedEvent};
 pub use launch::{CommandLaunch, DirectRequest, PLAIN_ENVIRONMENT, ProcessIo, StdinMode};
 
@@ -576,7 +577,7 @@ impl UnifiedShared {
         // result.
         let ProcessProgress { exit, failure, .. } = session.progress.borrow().clone();
         let running = exit.is_none() && failure.is_none();
-        let (window, has_gaps) = session.take_window();
+        let (window, has_gaps, after_seq) = session.take_window();
         let fitted = window.fit(Some(self.config.output_tokens(max_output_tokens)));
         let denial = session.denial(&self.config);
         if !running {
@@ -585,12 +586,14 @@ impl UnifiedShared {
         CommandResult {
             chunk_id: format!("{:06x}", self.number(&self.answers) & 0xff_ffff),
             wall_time: began.elapsed(),
+            id: session.id,
             session_id: running.then_some(session.id),
             exit_code: exit.map(|(exit, _)| exit.exit_code),
             failure,
             original_token_count: fitted.original_tokens,
             output: fitted.text,
             omitted_bytes: fitted.omitted_bytes,
+            after_seq,
             has_gaps,
             input,
             denial,

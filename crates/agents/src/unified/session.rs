@@ -53,6 +53,8 @@ struct SessionOutput {
     transcript: HeadTail,
     /// Whether output of the window was lost.
     has_gaps: bool,
+    /// Sequence number before the first event of the window.
+    after_seq: Option<u64>,
 }
 
 /// Exit and end-of-output state of a process.
@@ -133,17 +135,19 @@ impl CommandSession {
                 window: HeadTail::new(config.window_bytes),
                 transcript: HeadTail::new(config.transcript_bytes),
                 has_gaps: false,
+                after_seq: None,
             }),
             progress: watch::Sender::new(ProcessProgress::default()),
             interaction: tokio::sync::Mutex::default(),
         }
     }
 
-    /// Takes the output since the last call, and whether output was lost.
-    pub(super) fn take_window(&self) -> (HeadTail, bool) {
+    /// Takes the output since the last call, whether output was lost, and the sequence number before
+    /// its first event.
+    pub(super) fn take_window(&self) -> (HeadTail, bool, Option<u64>) {
         let mut output = self.output.lock();
         let has_gaps = std::mem::take(&mut output.has_gaps);
-        (output.window.take(), has_gaps)
+        (output.window.take(), has_gaps, output.after_seq.take())
     }
 
     /// Head and tail of the complete output.
@@ -264,15 +268,20 @@ impl EventFollower {
                 },
             };
             match event {
-                Some(ExecProcessEvent::Output { stream, chunk, .. }) => {
+                Some(ExecProcessEvent::Output { stream, chunk, seq }) => {
+                    let before = seq.saturating_sub(1);
+                    self.session.output.lock().after_seq.get_or_insert(before);
                     let whole = self.joiner.push(stream, chunk);
                     self.take(stream, whole, end_told).await;
                     if timeout.is_some() && !end_told {
                         timeout = Some(Instant::now() + self.config.trailing);
                     }
                 }
-                Some(ExecProcessEvent::Gap { bytes, .. }) => {
+                Some(ExecProcessEvent::Gap {
+                    bytes, after_seq, ..
+                }) => {
                     let mut output = self.session.output.lock();
+                    output.after_seq.get_or_insert(after_seq);
                     output.window.push_gap(bytes);
                     output.transcript.push_gap(bytes);
                     output.has_gaps = true;

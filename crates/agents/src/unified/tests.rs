@@ -770,7 +770,7 @@ async fn sandbox_denial_is_reported_as_early_or_late() {
             (denial.early, denial.source),
             (early, DenialSource::Executor)
         );
-        assert!(answer.text().contains("\nSandbox: refused something\n"));
+        assert!(answer.text().contains("\nSandbox: denied something\n"));
     }
 }
 

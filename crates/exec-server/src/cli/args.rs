@@ -289,13 +289,12 @@ can use `nodes`, `drain` and `top`. Exit codes: 0 success, 1 failure.")]
     Forward(Box<ForwardArgs>),
     /// Offer commands and files to a model, as an MCP server
     #[cfg(feature = "mcp")]
-    #[command(after_help = concat!("Examples:
+    #[command(args_conflicts_with_subcommands = true, after_help = concat!("Examples:
   exec-server mcp                                this machine, on standard input and output
   exec-server mcp --on build-box                 an environment
   exec-server mcp --on local --with build-box    several; tools take an environment_id
   exec-server mcp --http 127.0.0.1:4700          streamable HTTP
-
-docs/agents.md describes how to configure MCP clients.", machine_note!()))]
+  exec-server mcp config --client claude --on build-box    what to paste into a client", machine_note!()))]
     Mcp(Box<McpArgs>),
     /// Run an MCP server on another machine, as if it ran here
     #[cfg(feature = "mcp")]
@@ -520,6 +519,28 @@ pub(super) enum ConfigCommand {
 #[cfg(feature = "mcp")]
 #[derive(Debug, clap::Args)]
 pub(super) struct McpArgs {
+    #[command(subcommand)]
+    pub(super) action: Option<McpAction>,
+
+    /// Serve streamable HTTP on `IP:PORT` instead of standard input and output
+    #[arg(long, value_name = "IP:PORT")]
+    pub(super) http: Option<std::net::SocketAddr>,
+
+    /// Require the token in FILE from HTTP clients
+    #[arg(long, value_name = "FILE", requires = "http")]
+    pub(super) http_token_file: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(super) tools: McpToolArgs,
+
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
+}
+
+// What the tools of `mcp` work on, and which there are.
+#[cfg(feature = "mcp")]
+#[derive(Debug, clap::Args)]
+pub(super) struct McpToolArgs {
     /// Offer another environment, which tools name by its id; can be given several times
     #[arg(long = "with", value_name = "ENV")]
     pub(super) with: Vec<String>,
@@ -533,19 +554,57 @@ pub(super) struct McpArgs {
     #[arg(value_parser = PossibleValuesParser::new(exec_server_agents::mcp::TOOLS))]
     pub(super) tools: Option<Vec<String>>,
 
-    /// Serve streamable HTTP on `IP:PORT` instead of standard input and output
-    #[arg(long, value_name = "IP:PORT")]
-    pub(super) http: Option<std::net::SocketAddr>,
-
-    /// Require the token in FILE from HTTP clients
-    #[arg(long, value_name = "FILE", requires = "http")]
-    pub(super) http_token_file: Option<PathBuf>,
-
     #[command(flatten)]
     pub(super) sandbox: SandboxArgs,
+}
+
+// Subcommands of `mcp`.
+#[cfg(feature = "mcp")]
+#[derive(Debug, Subcommand)]
+pub(super) enum McpAction {
+    /// Print what to paste into an MCP client, with the same options as `mcp`
+    #[command(after_help = "Examples:
+  exec-server mcp config --client claude --on build-box
+  exec-server mcp config --client cursor --on build-box > .cursor/mcp.json
+  exec-server mcp config --client codex --remote-only --on build-box
+
+Prints configuration on standard output, and on standard error where it belongs.")]
+    Config(Box<McpConfigArgs>),
+}
+
+// Options of `mcp config`.
+#[cfg(feature = "mcp")]
+#[derive(Debug, clap::Args)]
+pub(super) struct McpConfigArgs {
+    /// Print configuration for this client
+    #[arg(long, value_enum, value_name = "CLIENT")]
+    pub(super) client: McpClientArg,
+
+    /// Print also how to forbid the client's own tools for commands and files of this machine
+    #[arg(long)]
+    pub(super) remote_only: bool,
+
+    /// Name the server NAME in the client [default: the environment, or exec-server]
+    #[arg(long, value_name = "NAME")]
+    pub(super) name: Option<String>,
 
     #[command(flatten)]
-    pub(super) server: ServerArgs,
+    pub(super) tools: McpToolArgs,
+}
+
+/// MCP clients that can be configured.
+#[cfg(feature = "mcp")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum McpClientArg {
+    /// Claude Code
+    Claude,
+    /// Codex
+    Codex,
+    /// Cursor
+    Cursor,
+    /// Visual Studio Code
+    #[value(name = "vscode")]
+    VsCode,
 }
 
 // Options of `mcp-proxy`.

@@ -1,9 +1,12 @@
 //! `exec-server mcp` and `exec-server mcp-proxy`: tools for models, and MCP servers elsewhere.
 
+mod config;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use exec_server_agents::mcp::http::McpHttpServer;
@@ -29,31 +32,37 @@ use tokio::sync::OnceCell;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::Subscriber;
 
-use super::args::{McpArgs, McpProxyArgs, SandboxArgs};
+use super::args::{McpAction, McpArgs, McpProxyArgs, SandboxArgs};
 use super::on::{self, CommandLocation};
 use super::{remote, runtime, sandbox, settings};
 
 /// Log filter of `mcp` unless `EXEC_SERVER_LOG_FILTER` is set.
 const LOG_FILTER: &str = "error,exec_server_agents::mcp=info";
 
+/// How long to try to reconnect while nothing listens at the address of a server: a model waits for
+/// the answer of its call.
+const REFUSED_BUDGET: Duration = Duration::from_secs(10);
+
 /// Id of the default environment if it is not configured under another name.
 const DEFAULT_ID: &str = "default";
 
 pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
+    if let Some(McpAction::Config(args)) = &args.action {
+        return config::print(args);
+    }
     let mut places = vec![named_location(&args)?];
-    for id in &args.with {
+    for id in &args.tools.with {
         places.push((id.clone(), on::named(id, &args.server)?));
     }
+    for (_, location) in &mut places {
+        limit_recovery(location);
+    }
+    let variable = settings::variable(settings::TOKEN_FILE_VARIABLE).map(PathBuf::from);
     remote::erase_variables(&settings::SECRET_VARIABLES);
-    let own = args
-        .http_token_file
-        .iter()
-        .cloned()
-        .chain(settings::own_paths());
-    let own: Vec<_> = own
-        .filter_map(|path| std::path::absolute(path).ok())
-        .collect();
-    exec_server_executor::fs::protect_also(own);
+    let tokens = [&args.http_token_file, &args.server.token_file, &variable];
+    let hidden = absolute(tokens.into_iter().flatten());
+    let own = absolute(&settings::own_paths());
+    exec_server_executor::fs::protect_also(hidden.iter().cloned().chain(own));
     if places
         .iter()
         .any(|(_, location)| matches!(location, CommandLocation::Here))
@@ -69,12 +78,20 @@ pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
     let token = args.http_token_file.as_deref().map(token).transpose()?;
     let runtime = runtime()?;
     let served = runtime.block_on(async {
-        let environments = LazyEnvironments::new(places, args.cwd, args.sandbox);
+        let environments = LazyEnvironments {
+            places: places
+                .into_iter()
+                .map(|(id, location)| (id, location, OnceCell::new()))
+                .collect(),
+            hidden,
+            cwd: args.tools.cwd,
+            sandbox: args.tools.sandbox,
+        };
         // Connects to the first environment now, so that the client sees an error immediately.
         let first = environments.ids().into_iter().next().unwrap_or_default();
         environments.get(&first).await?;
         let mut options = McpOptions::default();
-        options.tools = args.tools.map(|tools| tools.into_iter().collect());
+        options.tools = args.tools.tools.map(|tools| tools.into_iter().collect());
         let server = McpServer::new(Arc::new(environments), options);
         tokio::select! {
             served = serve(&server, args.http, token.as_ref()) => served?,
@@ -111,6 +128,20 @@ async fn serve(
     super::print(format!("{}\n", listening.url()).as_bytes())?;
     listening.serve().await;
     Ok(())
+}
+
+/// Limits how long calls wait for a server that has ended.
+fn limit_recovery(location: &mut CommandLocation) {
+    if let CommandLocation::There(there) = location {
+        there.change_options(&|options| options.recovery.refused_budget = Some(REFUSED_BUDGET));
+    }
+}
+
+fn absolute<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Vec<PathBuf> {
+    let paths = paths.into_iter();
+    paths
+        .filter_map(|path| std::path::absolute(path).ok())
+        .collect()
 }
 
 /// Waits for a signal to stop.
@@ -165,29 +196,17 @@ fn token(path: &Path) -> anyhow::Result<Secret> {
 #[derive(Debug)]
 struct LazyEnvironments {
     places: Vec<(String, CommandLocation, OnceCell<Arc<ToolEnvironment>>)>,
+    /// Tokens of this program, which sandboxed commands on this machine cannot read.
+    hidden: Vec<PathBuf>,
     cwd: Option<PathBuf>,
     sandbox: SandboxArgs,
 }
 
-impl LazyEnvironments {
-    fn new(
-        places: Vec<(String, CommandLocation)>,
-        cwd: Option<PathBuf>,
-        sandbox: SandboxArgs,
-    ) -> Self {
-        let places = places
-            .into_iter()
-            .map(|(id, location)| (id, location, OnceCell::new()))
-            .collect();
-        Self {
-            places,
-            cwd,
-            sandbox,
-        }
-    }
-}
-
 impl ToolEnvironments for LazyEnvironments {
+    fn policy(&self) -> Option<String> {
+        sandbox::description(&self.sandbox)
+    }
+
     fn ids(&self) -> Vec<String> {
         self.places.iter().map(|(id, ..)| id.clone()).collect()
     }
@@ -204,7 +223,7 @@ impl ToolEnvironments for LazyEnvironments {
                     known: self.ids().join(", "),
                 });
             };
-            let first = connect(location, self.cwd.as_deref(), &self.sandbox);
+            let first = self.connect(location);
             let found = environment.get_or_try_init(|| first).await;
             found
                 .cloned()
@@ -216,52 +235,54 @@ impl ToolEnvironments for LazyEnvironments {
     }
 }
 
-/// Connects to the environment at a location.
-async fn connect(
-    location: &CommandLocation,
-    cwd: Option<&Path>,
-    sandbox: &SandboxArgs,
-) -> anyhow::Result<Arc<ToolEnvironment>> {
-    let (cwd, backend, files, shell): (_, Arc<dyn ExecBackend>, Arc<dyn ExecutorFileSystem>, _) =
-        match location {
+impl LazyEnvironments {
+    /// Connects to the environment at a location.
+    async fn connect(&self, location: &CommandLocation) -> anyhow::Result<Arc<ToolEnvironment>> {
+        let cwd = self.cwd.as_deref();
+        let backend: Arc<dyn ExecBackend>;
+        let files: Arc<dyn ExecutorFileSystem>;
+        let (cwd, shell) = match location {
             CommandLocation::Here => {
-                let cwd = cwd_here(cwd)?;
                 let (_, shell) = host::shell(host::account().as_ref());
-                let shell = shell.display().to_string();
-                let executor = executor()?;
-                let files = Arc::new(LocalFileSystem::on(executor.clone()));
-                (cwd, Arc::new(LocalBackend::new(executor)), files, shell)
+                let executor = executor(self.hidden.clone())?;
+                files = Arc::new(LocalFileSystem::on(executor.clone()));
+                backend = Arc::new(LocalBackend::new(executor));
+                (cwd_here(cwd)?, shell.display().to_string())
             }
             CommandLocation::There(there) => {
                 let handle = there.environment();
                 handle.ready().await?;
                 let info = handle.info().await.ok();
+                (files, backend) = (handle.files(), handle.exec());
                 let cwd = cwd_there(info.as_ref(), cwd)?;
                 let shell = info.map_or_else(|| "/bin/sh".to_owned(), |info| info.shell.path);
-                (cwd, handle.exec(), handle.files(), shell)
+                (cwd, shell)
             }
         };
-    Ok(Arc::new(ToolEnvironment {
-        backend,
-        files,
-        shell,
-        sandbox: sandbox::of(sandbox, &cwd)?,
-        cwd,
-    }))
+        Ok(Arc::new(ToolEnvironment {
+            backend,
+            files,
+            shell,
+            sandbox: sandbox::of(&self.sandbox, &cwd)?,
+            cwd,
+        }))
+    }
 }
 
 /// Working directory on this machine.
 fn cwd_here(cwd: Option<&Path>) -> anyhow::Result<PathBuf> {
     match cwd {
-        Some(cwd) => Ok(std::path::absolute(cwd)?),
+        Some(cwd) => exec_server_executor::fs::canonicalize(cwd)
+            .with_context(|| format!("cannot use working directory `{}`", cwd.display())),
         None => std::env::current_dir().context("no working directory"),
     }
 }
 
-/// The executor of commands and file requests on this machine.
-fn executor() -> anyhow::Result<Executor> {
+/// The executor of commands and file requests on this machine; sandboxes hide the files `hidden`.
+fn executor(hidden: Vec<PathBuf>) -> anyhow::Result<Executor> {
     let config = ExecutorConfig {
         environment: settings::environment(),
+        hidden,
         ..ExecutorConfig::default()
     };
     Ok(Executor::new(config)?)
@@ -283,7 +304,8 @@ fn cwd_there(info: Option<&EnvironmentInfo>, cwd: Option<&Path>) -> anyhow::Resu
 }
 
 pub(super) fn run_proxy(args: McpProxyArgs) -> anyhow::Result<ExitCode> {
-    let location = on::resolve(&args.server)?;
+    let mut location = on::resolve(&args.server)?;
+    limit_recovery(&mut location);
     if matches!(location, CommandLocation::Here) {
         // Starts the watcher process before any thread exists. The watcher ends all processes if
         // this program is killed.
@@ -304,7 +326,7 @@ async fn forward_messages(
 ) -> anyhow::Result<ExitCode> {
     let (backend, cwd): (Arc<dyn ExecBackend>, PathBuf) = match location {
         CommandLocation::Here => (
-            Arc::new(LocalBackend::new(executor()?)),
+            Arc::new(LocalBackend::new(executor(Vec::new())?)),
             cwd_here(args.cwd.as_deref())?,
         ),
         CommandLocation::There(there) => {

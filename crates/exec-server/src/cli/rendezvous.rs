@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use exec_server_protocol::text::{hex, shell_quoted};
+use exec_server_protocol::text::hex;
 use exec_server_rendezvous::mailbox::MailboxBacklog;
 use exec_server_rendezvous::router::Router;
 use exec_server_rendezvous::signature::UrlSigner;
@@ -36,6 +36,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::args::{RendezvousArgs, RendezvousCommand, TokenAddArgs};
 use super::issuer::OidcIssuer;
 use super::settings::state_directory;
+use super::table::typed;
 use super::{access, log, print, serve, systemd, token};
 
 /// How often tokens and certificates are checked for changes: connections whose token was removed
@@ -717,12 +718,7 @@ Tokens: {}   State: {}",
 
 /// Quotes a path for the shell if necessary.
 fn quoted(path: &Path) -> String {
-    let text = path.display().to_string();
-    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+~@:,".contains(c);
-    if text.chars().all(plain) {
-        return text;
-    }
-    shell_quoted(&text)
+    typed(&path.display().to_string())
 }
 
 #[cfg(test)]

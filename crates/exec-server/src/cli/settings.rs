@@ -489,10 +489,20 @@ pub(super) fn state_directory() -> Option<PathBuf> {
         .or_else(|| given("HOME").map(|home| PathBuf::from(home).join(".local/state/exec-server")))
 }
 
+/// The arguments of this program, with its name.
+#[cfg(feature = "mcp")]
+pub(super) fn arguments() -> impl Iterator<Item = OsString> {
+    std::env::args_os()
+}
+
+/// The path of this program.
+pub(super) fn program() -> Option<PathBuf> {
+    std::env::current_exe().ok()
+}
+
 /// The executable of this program and its state, which file requests must not reach.
 pub(super) fn own_paths() -> Vec<PathBuf> {
-    let program = std::env::current_exe().ok().into_iter();
-    program.chain(state_paths()).collect()
+    program().into_iter().chain(state_paths()).collect()
 }
 
 /// The state directory. If it contains the user's home or the working directory, as a service

@@ -1,5 +1,7 @@
 //! Formatting of tables, sizes, ages and untrusted text.
 
+use exec_server_protocol::text::shell_quoted;
+
 /// Formats a heading and rows, each column as wide as its widest cell. Each row stays on one line.
 pub(super) fn table<Row: AsRef<[String]>>(
     head: &[&str],
@@ -59,6 +61,15 @@ pub(super) fn visible(text: &str) -> String {
     out
 }
 
+/// A word as it can be typed in a shell.
+pub(super) fn typed(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+~@:,=%".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        return word.to_owned();
+    }
+    shell_quoted(word)
+}
+
 /// Control characters, line separators, and marks that change the direction of text.
 fn is_invisible(c: char) -> bool {
     let marks = ['\u{61c}', '\u{200e}', '\u{200f}'];
@@ -114,6 +125,18 @@ mod tests {
             ("\u{202e}gpj.exe", "\\u{202e}gpj.exe"),
         ] {
             assert_eq!(visible(text), shown);
+        }
+    }
+
+    #[test]
+    fn typed_quotes_only_what_a_shell_would_change() {
+        for (word, expected) in [
+            ("ws://h:1", "ws://h:1"),
+            ("a b", "'a b'"),
+            ("it's", r"'it'\''s'"),
+            ("", "''"),
+        ] {
+            assert_eq!(typed(word), expected);
         }
     }
 

@@ -56,6 +56,7 @@ const PAGES: &[&[&str]] = &[
     &["fleet", "top"],
     &["forward"],
     &["mcp"],
+    &["mcp", "config"],
     &["mcp-proxy"],
     &["install-as-codex"],
     &["completions"],

@@ -37,6 +37,8 @@ pub(crate) struct McpClient {
     /// Responses received before the test asked for them.
     answers: Vec<Value>,
     pub(crate) notices: VecDeque<Value>,
+    /// Definitions of the tools, after the first call of one.
+    tools: Vec<Value>,
 }
 
 impl McpClient {
@@ -65,6 +67,7 @@ impl McpClient {
             next: 1,
             answers: Vec::new(),
             notices: VecDeque::new(),
+            tools: Vec::new(),
         }
     }
 
@@ -149,9 +152,19 @@ impl McpClient {
         text(&result)
     }
 
+    /// Calls a tool; checks the structured content against the tool's schema, as clients do.
     pub(crate) async fn result(&mut self, name: &str, arguments: Value) -> Value {
+        if self.tools.is_empty() {
+            let mut listed = self.ok("tools/list", json!({})).await;
+            self.tools = serde_json::from_value(listed["tools"].take()).unwrap();
+        }
         let params = json!({"name": name, "arguments": arguments});
-        self.ok("tools/call", params).await
+        let result = self.ok("tools/call", params).await;
+        if result["isError"] == false {
+            let tool = self.tools.iter().find(|tool| tool["name"] == name).unwrap();
+            check(&tool["outputSchema"], &result["structuredContent"], name);
+        }
+        result
     }
 
     /// Closes the client's end.
@@ -167,6 +180,39 @@ impl McpClient {
         let mut pipe = self.child.stderr.take().unwrap();
         pipe.read_to_string(&mut stderr).await.unwrap();
         (status, stderr)
+    }
+}
+
+/// Checks a value against a schema. Supports what the schemas of the tools use.
+fn check(schema: &Value, value: &Value, path: &str) {
+    let kind = match value {
+        Value::Null => "null",
+        Value::Bool(_) => "boolean",
+        Value::Number(number) if number.is_f64() => "number",
+        Value::Number(_) => "integer",
+        Value::String(_) => "string",
+        Value::Array(_) => "array",
+        Value::Object(_) => "object",
+    };
+    let expected = schema["type"].as_str().unwrap();
+    assert!(
+        kind == expected || (kind == "integer" && expected == "number"),
+        "{path} is {value}, not of type {expected}"
+    );
+    if let Some(allowed) = schema["enum"].as_array() {
+        assert!(allowed.contains(value), "{path} is {value}");
+    }
+    for value in value.as_array().into_iter().flatten() {
+        check(&schema["items"], value, &format!("{path}[]"));
+    }
+    for name in schema["required"].as_array().into_iter().flatten() {
+        let name = name.as_str().unwrap();
+        assert!(value.get(name).is_some(), "{path} has no {name}: {value}");
+    }
+    for (name, value) in value.as_object().into_iter().flatten() {
+        let schema = &schema["properties"][name];
+        assert!(schema.is_object(), "{path} has {name}, which has no schema");
+        check(schema, value, &format!("{path}.{name}"));
     }
 }
 

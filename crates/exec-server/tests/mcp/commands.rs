@@ -38,6 +38,7 @@ async fn tools_list_returns_every_tool_with_schemas() {
     );
     for tool in tools {
         assert_eq!(tool["inputSchema"]["type"], "object", "{tool}");
+        assert_eq!(tool["outputSchema"]["type"], "object", "{tool}");
         assert!(tool["description"].as_str().unwrap().len() > 10, "{tool}");
         // With a single environment there is no `environment_id`.
         let properties = &tool["inputSchema"]["properties"];
@@ -90,6 +91,53 @@ async fn exec_command_returns_text_and_structured_content() {
 }
 
 #[tokio::test]
+async fn cut_output_names_the_call_that_returns_all_of_it() {
+    let (_work, mut client) = started().await;
+    let lines = |range: std::ops::RangeInclusive<u32>| -> String {
+        range.map(|line| format!("{line}\n")).collect()
+    };
+    let cmd = "seq 5000; read x; seq 5001 60000";
+    let arguments = json!({
+        "cmd": cmd, "tty": true, "yield_time_ms": 1000, "max_output_tokens": 100,
+    });
+    let first = client.result("exec_command", arguments).await;
+    let session = &first["structuredContent"]["session_id"];
+    let write = json!({
+        "session_id": session, "chars": "\n", "yield_time_ms": 30_000, "max_output_tokens": 100,
+    });
+    let second = client.result("write_stdin", write).await;
+    for (result, expected) in [
+        (first.clone(), lines(1..=5000)),
+        (second, lines(5001..=60_000)),
+    ] {
+        let values = &result["structuredContent"];
+        let mut position = values["read_output"].clone();
+        let named = format!(
+            "[{} bytes are left out; all of this output: read_output with session_id {session}, \
+             cursor {}]\n",
+            values["omitted_bytes"], position["cursor"]
+        );
+        assert!(text(&result).ends_with(&named), "{result}");
+        let mut all = String::new();
+        loop {
+            position["max_output_tokens"] = 3000.into();
+            let page = client.tool("read_output", position.clone()).await;
+            let output = page["output"].as_str().unwrap();
+            assert!(output.len() <= 12_000);
+            all += output;
+            if page["more"] == false {
+                break;
+            }
+            position["cursor"] = page["cursor"].clone();
+            position["offset"] = page.get("offset").cloned().unwrap_or(json!(0));
+        }
+        let all = all.replace("\r\n", "\n");
+        let all = all.strip_prefix('\n').unwrap_or(&all);
+        assert!(all.starts_with(&expected), "{} bytes of output", all.len());
+    }
+}
+
+#[tokio::test]
 async fn sessions_can_be_written_read_listed_and_ended() {
     let (_work, mut client) = started().await;
     let script = "stty -echo; printf 'name? '; read name; echo \"hello $name\"; exec sleep 7101";
@@ -138,7 +186,9 @@ async fn sessions_can_be_written_read_listed_and_ended() {
         .fails("write_stdin", json!({"session_id": session}))
         .await;
     assert!(
-        gone.contains(&format!("unknown process id {session}")),
+        gone.starts_with(&format!(
+            "session_id {session} has ended (exited with code 137);"
+        )),
         "{gone}"
     );
     let contents = client.ok("resources/read", json!({"uri": log})).await;
@@ -214,7 +264,9 @@ async fn sandbox_option_applies_to_commands_and_files() {
     assert_ne!(refused["exit_code"], 0, "{refused}");
     assert_eq!(refused["denial"]["source"], "executor", "{refused}");
     let arguments = json!({"path": target, "content": "x"});
-    client.fails("write_file", arguments).await;
+    let error = client.fails("write_file", arguments).await;
+    let expected = format!("Sandbox: denied access to `{}`", target.display());
+    assert!(error.starts_with(&expected), "{error}");
     assert!(!target.exists());
     let read = client
         .tool("read_file", json!({"path": "/etc/passwd"}))

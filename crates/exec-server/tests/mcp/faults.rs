@@ -39,15 +39,21 @@ async fn unknown_tools_arguments_and_paths_are_rejected() {
     let error = client.refused("tools/call", unknown).await;
     assert_eq!(error["code"], -32602, "{error}");
     assert!(error["message"].as_str().unwrap().contains("no_such_tool"));
-    for arguments in [
-        json!({}),
-        json!({"cmd": 5}),
-        json!({"cmd": "true", "no_such": 1}),
-        json!({"cmd": "true", "yield_time_ms": -1}),
+    // Models see results only, so whatever they can correct is one.
+    for (arguments, expected) in [
+        (json!({}), "invalid arguments: missing field `cmd`"),
+        (json!({"cmd": 5}), "invalid argument `cmd`: invalid type"),
+        (
+            json!({"cmd": "true", "no_such": 1}),
+            "invalid argument `no_such`: unknown field",
+        ),
+        (
+            json!({"cmd": "true", "yield_time_ms": -1}),
+            "invalid argument `yield_time_ms`: invalid value",
+        ),
     ] {
-        let params = json!({"name": "exec_command", "arguments": arguments});
-        let error = client.refused("tools/call", params).await;
-        assert_eq!(error["code"], -32602, "{error}");
+        let error = client.fails("exec_command", arguments).await;
+        assert!(error.starts_with(expected), "{error}");
     }
     assert_eq!(
         client.refused("no/such/method", json!({})).await["code"],
@@ -56,26 +62,49 @@ async fn unknown_tools_arguments_and_paths_are_rejected() {
     client
         .refused("resources/read", json!({"uri": "file:///etc/passwd"}))
         .await;
-    // Errors that a model can correct are results.
-    for (tool, arguments) in [
+    let unknown = "unknown session_id 1; list_processes returns those that exist";
+    for (tool, arguments, expected) in [
         (
             "exec_command",
             json!({"cmd": "true", "workdir": "/no/such"}),
+            "cannot use working directory `/no/such`: No such file or directory",
         ),
-        ("exec_command", json!({"cmd": "true", "shell": "/no/such"})),
+        (
+            "exec_command",
+            json!({"cmd": "true", "shell": "/no/such"}),
+            "cannot execute `/no/such`: No such file or directory",
+        ),
         (
             "exec_command",
             json!({"cmd": "true", "environment_id": "nowhere"}),
+            "unknown environment `nowhere`; known are local",
         ),
-        ("write_stdin", json!({"session_id": 1})),
-        ("kill", json!({"session_id": 1})),
-        ("read_output", json!({"session_id": 1})),
-        ("wait_for", json!({"session_id": 1})),
-        ("read_file", json!({"path": "/no/such"})),
-        ("search", json!({"pattern": "("})),
+        ("write_stdin", json!({"session_id": 1}), unknown),
+        ("kill", json!({"session_id": 1}), unknown),
+        ("read_output", json!({"session_id": 1}), unknown),
+        ("wait_for", json!({"session_id": 1}), unknown),
+        (
+            "read_file",
+            json!({"path": "no/such"}),
+            "`no/such`: No such file or directory",
+        ),
+        (
+            "edit",
+            json!({"path": "no", "old_text": "a", "new_text": "b"}),
+            "`no`: No such file or directory",
+        ),
+        (
+            "list_dir",
+            json!({"path": "/no/such"}),
+            "`/no/such`: No such file or directory",
+        ),
+        (
+            "search",
+            json!({"pattern": "("}),
+            "invalid pattern: regex parse error:\n    (?:()\n    ^\nerror: unclosed group",
+        ),
     ] {
-        let printed = client.fails(tool, arguments).await;
-        assert!(!printed.is_empty(), "{tool}");
+        assert_eq!(client.fails(tool, arguments).await, expected, "{tool}");
     }
 }
 

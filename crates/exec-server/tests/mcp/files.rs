@@ -1,6 +1,6 @@
 //! Tools for files.
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::client::{McpClient, text};
 
@@ -29,7 +29,7 @@ async fn write_file_and_read_file_return_exact_content() {
         (&read["last_line"], &read["next_offset"]),
         (&json!(101), &json!(102))
     );
-    assert!(text(&result).ends_with("[more from line 102]\n"));
+    assert!(text(&result).ends_with("[more from line 102: read_file with offset 102]\n"));
     // The file is read in parts of limited size, line by line to the end.
     let (mut offset, mut all) = (json!(1), String::new());
     while !offset.is_null() {
@@ -48,10 +48,95 @@ async fn write_file_and_read_file_return_exact_content() {
         .tool("exec_command", json!({"cmd": "./run.sh"}))
         .await;
     assert_eq!(ran["output"], "ran\n");
-    let binary = work.path().join("binary");
-    std::fs::write(&binary, b"a\xff\nb").unwrap();
-    let read = client.tool("read_file", json!({"path": "binary"})).await;
-    assert_eq!(read["content"], "a\u{FFFD}\nb");
+}
+
+#[tokio::test]
+async fn files_that_are_not_text_are_refused_with_size_and_kind() {
+    let (work, mut client) = started().await;
+    for (content, expected) in [
+        (
+            &b"\x7fELF\x02\x01\0\0"[..],
+            "`f` (8 bytes) is an ELF executable or library, not text;",
+        ),
+        (
+            b"a\nb\0",
+            "`f` (4 bytes) is binary data with NUL bytes, not",
+        ),
+        (
+            b"a\nb\xe9\n",
+            "`f` (5 bytes) is not UTF-8 text: byte 0xE9 in line 2;",
+        ),
+    ] {
+        std::fs::write(work.path().join("f"), content).unwrap();
+        let edit = json!({"path": "f", "old_text": "a", "new_text": "c"});
+        for (tool, arguments) in [("read_file", json!({"path": "f"})), ("edit", edit)] {
+            let error = client.fails(tool, arguments).await;
+            assert!(error.starts_with(expected), "{tool}: {error}");
+        }
+        assert_eq!(std::fs::read(work.path().join("f")).unwrap(), content);
+    }
+    // The part that was asked for is text.
+    let first = json!({"path": "f", "limit": 1});
+    assert_eq!(client.tool("read_file", first).await["content"], "a\n");
+}
+
+/// Calls a tool until there is nothing more, as the end of each text says how; returns the texts.
+async fn all_parts(
+    client: &mut McpClient,
+    tool: &str,
+    arguments: Value,
+    parameter: &str,
+) -> String {
+    let (mut arguments, mut all) = (arguments, String::new());
+    loop {
+        let result = client.result(tool, arguments.clone()).await;
+        let text = text(&result);
+        let Some((part, rest)) = text.rsplit_once(&format!("more: {tool} with {parameter} "))
+        else {
+            return all + &text;
+        };
+        let next = rest.strip_suffix("]\n").unwrap();
+        arguments[parameter] = serde_json::from_str(next).unwrap();
+        let (part, _) = part.rsplit_once('[').unwrap();
+        assert!(!part.is_empty(), "{text}");
+        all += part;
+    }
+}
+
+#[tokio::test]
+async fn truncated_answers_name_the_call_that_returns_the_rest() {
+    let (work, mut client) = started().await;
+    let (mut names, mut tree, mut lines) = (String::new(), String::new(), String::new());
+    tree += "sub/\n";
+    std::fs::create_dir(work.path().join("sub")).unwrap();
+    for number in 0..25 {
+        let name = format!("sub/f{number:02}");
+        std::fs::write(work.path().join(&name), "x\ny\n").unwrap();
+        names += &format!("f{number:02}\n");
+        tree += &format!("{name}\n");
+        lines += &format!("{name}:1: x\n{name}:2: y\n");
+    }
+    let arguments = json!({"path": "sub", "max_entries": 10});
+    assert_eq!(
+        all_parts(&mut client, "list_dir", arguments, "after").await,
+        names
+    );
+    let arguments = json!({"depth": 2, "max_entries": 7});
+    assert_eq!(
+        all_parts(&mut client, "list_dir", arguments, "after").await,
+        tree
+    );
+    let arguments = json!({"pattern": "x|y", "max_matches": 7});
+    assert_eq!(
+        all_parts(&mut client, "search", arguments, "offset").await,
+        lines
+    );
+    // Matches that have no room are not cut in the middle.
+    let arguments = json!({"pattern": "x|y", "max_output_tokens": 20});
+    assert_eq!(
+        all_parts(&mut client, "search", arguments, "offset").await,
+        lines
+    );
 }
 
 #[tokio::test]
@@ -84,9 +169,13 @@ async fn edit_applies_a_patch_completely_or_not_at_all() {
     );
     assert_eq!(content("a").unwrap(), "one\n2\n3\n");
     client.fails("edit", json!({"patch": "no patch"})).await;
-    let both = json!({"patch": "x", "path": "a"});
-    let params = json!({"name": "edit", "arguments": both});
-    assert_eq!(client.refused("tools/call", params).await["code"], -32602);
+    let printed = client
+        .fails("edit", json!({"patch": "x", "path": "a"}))
+        .await;
+    assert!(printed.starts_with("give either `patch`, or"), "{printed}");
+    let other_names = json!({"file_path": "a", "old_string": "3", "new_string": "three"});
+    client.tool("edit", other_names).await;
+    assert_eq!(content("a").unwrap(), "one\n2\nthree\n");
 }
 
 #[tokio::test]

@@ -194,6 +194,41 @@ async fn requests_with_a_large_head_too_many_headers_or_a_large_body_are_rejecte
 }
 
 #[tokio::test]
+async fn sandboxed_commands_and_tools_cannot_read_the_token() {
+    let work = tempfile::tempdir().unwrap();
+    let file = work.path().join("token");
+    std::fs::write(&file, "secret-token\n").unwrap();
+    let path = file.to_str().unwrap();
+    for policy in ["read-only", "workspace-write"] {
+        let served = served(
+            work.path(),
+            &["--http-token-file", path, "--sandbox", policy],
+        )
+        .await;
+        let token = [("authorization", "Bearer secret-token")];
+        let (_, session, _) = post(&served, &token, &initialize()).await;
+        let headers = [
+            token[0],
+            ("mcp-session-id", &session),
+            ("mcp-protocol-version", "2025-06-18"),
+        ];
+        let read = json!({"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": {
+            "name": "read_file", "arguments": {"path": path},
+        }});
+        for call in [exec(&format!("cat {path}; cat ./token; echo ran")), read] {
+            let (status, _, answer) = post(&served, &headers, &call).await;
+            assert_eq!(status, 200, "{answer}");
+            let answer = answer.to_string();
+            assert!(!answer.contains("secret-token"), "{policy}: {answer}");
+            assert!(
+                answer.contains("ran") || answer.contains("\"isError\":true"),
+                "{answer}"
+            );
+        }
+    }
+}
+
+#[tokio::test]
 async fn listening_on_the_network_without_a_token_is_rejected() {
     let work = tempfile::tempdir().unwrap();
     let mut command = program(work.path());

@@ -6,10 +6,12 @@ mod client;
 #[cfg(feature = "interop")]
 mod clients;
 mod commands;
+mod config;
 mod environments;
 mod faults;
 mod files;
 mod http;
+mod policies;
 mod proxy;
 mod replay;
 

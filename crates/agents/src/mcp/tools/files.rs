@@ -4,23 +4,25 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use bytes::Bytes;
-use exec_server_client::ExecServerError;
 use exec_server_client::fs::{
     AccessOptions, CreateDirectoryOptions, DirectoryPages, ReadDirectoryOptions, ReadStreamOptions,
     RemoveOptions, SearchOptions, TreeWalkOptions, WatchOptions, WriteOptions,
 };
-use exec_server_protocol::fs::{ChangeKind, WalkKind};
+use exec_server_protocol::fs::{ChangeKind, SearchMatch, WalkKind, WalkResult};
 use exec_server_protocol::{PathUri, codes};
-use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 
 use super::commands::WAITS;
-use super::{ToolError, ToolOutcome, ToolResult, budget, cancellable, fitted};
+use super::text::{HEAD_BYTES, not_text, text_in};
+use super::{Room, ToolError, ToolOutcome, ToolResult, cancellable};
 use crate::mcp::environment::ToolEnvironment;
 use crate::mcp::params::{EditParams, ListDir, ReadFile, SearchFilesParams, WatchOnce, WriteFile};
 use crate::mcp::patch::{self, FilePatch};
+use crate::mcp::results::{
+    DirectoryEntries, EditedFile, EditedFiles, FileLines, FoundLine, FoundLines, ListedEntry,
+    WatchedChange, WatchedChanges, WrittenFile,
+};
 use crate::mcp::server::ToolCall;
-use crate::unified::BYTES_PER_TOKEN;
 
 /// Maximum size of a file to edit. Models do not edit larger files intentionally.
 const MAX_EDIT_BYTES: u64 = 16 << 20;
@@ -47,22 +49,26 @@ pub(super) async fn read_file(call: &ToolCall, params: ReadFile) -> ToolResult {
         offset: 0,
         sandbox: environment.sandbox.clone(),
     };
-    let tokens = budget(params.max_output_tokens);
+    let Room(room) = Room::of(params.max_output_tokens);
     let mut lines = LineSelection::new(
         params.offset.unwrap_or(1).max(1),
         params.limit.unwrap_or(u64::MAX),
-        tokens.saturating_mul(BYTES_PER_TOKEN),
+        room,
     );
+    let mut head = Vec::new();
     cancellable(call, async {
-        let file = environment.files.open_read(&path, options).await?;
+        let file = environment.files.open_read(&path, options).await;
+        let file = file.map_err(|error| ToolError(environment.failure(&path, &error)))?;
         let mut file = BufReader::with_capacity(READ_BYTES, file);
         loop {
             let read = file.fill_buf().await;
-            let bytes = read.map_err(|error| ToolError::Failed(error.to_string()))?;
+            let bytes = read.map_err(|error| ToolError(error.to_string()))?;
             if bytes.is_empty() {
                 lines.finish();
                 return Ok(());
             }
+            let missing = HEAD_BYTES - head.len();
+            head.extend_from_slice(&bytes[..bytes.len().min(missing)]);
             let length = bytes.len();
             if lines.take(bytes) {
                 return Ok(());
@@ -71,26 +77,53 @@ pub(super) async fn read_file(call: &ToolCall, params: ReadFile) -> ToolResult {
         }
     })
     .await?;
-    let content = String::from_utf8_lossy(&lines.taken).into_owned();
-    let mut structured = json!({
-        "path": environment.shown(&path),
-        "content": content,
-        "first_line": lines.first,
-        "last_line": lines.last_taken(),
-    });
+    let shown = environment.shown(&path);
+    let content = match text_in(std::mem::take(&mut lines.taken)) {
+        Ok(content) => content,
+        Err(flaw) => {
+            let access = AccessOptions {
+                sandbox: environment.sandbox.clone(),
+                ..AccessOptions::default()
+            };
+            let found = environment.files.metadata(&path, access).await;
+            let size = found.ok().map(|found| found.size);
+            return Err(not_text(&shown, size, &head, flaw, lines.first));
+        }
+    };
+    let structured = FileLines {
+        path: shown.clone(),
+        first_line: lines.first,
+        last_line: lines.last_taken(),
+        next_offset: lines.next,
+        content: content.clone(),
+    };
     let mut text = content;
+    // Writing to a string cannot fail.
     if let Some(next) = lines.next {
-        structured["next_offset"] = next.into();
         if !text.ends_with('\n') {
             text.push('\n');
         }
-        // Writing to a string cannot fail.
-        let _ = match lines.cut {
-            true => writeln!(text, "[line {} is cut; more from line {next}]", next - 1),
-            false => writeln!(text, "[more from line {next}]"),
+        if lines.cut {
+            let (line, bytes) = (next - 1, structured.content.len());
+            let _ = writeln!(
+                text,
+                "[line {line} is cut after {bytes} bytes; all of it: a larger max_output_tokens, or \
+                 exec_command with `sed -n {line}p {shown} | tail -c +{}`]",
+                bytes + 1
+            );
+        }
+        let _ = writeln!(
+            text,
+            "[more from line {next}: read_file with offset {next}]"
+        );
+    } else if text.is_empty() {
+        let _ = match lines.line - 1 {
+            0 => writeln!(text, "[the file is empty]"),
+            1 => writeln!(text, "[the file has 1 line]"),
+            count => writeln!(text, "[the file has {count} lines]"),
         };
     }
-    Ok(ToolOutcome { text, structured })
+    ToolOutcome::new(text, &structured)
 }
 
 /// Selects lines of a file while it is read.
@@ -193,8 +226,7 @@ pub(super) async fn write_file(call: &ToolCall, params: WriteFile) -> ToolResult
     write(&environment, &path, params.content, mode).await?;
     let shown = environment.shown(&path);
     let text = format!("wrote {bytes} bytes to {shown}");
-    let structured = json!({ "path": shown, "bytes": bytes });
-    Ok(ToolOutcome { text, structured })
+    ToolOutcome::new(text, &WrittenFile { path: shown, bytes })
 }
 
 async fn write(
@@ -219,7 +251,8 @@ async fn write(
                 sandbox: environment.sandbox.clone(),
                 ..CreateDirectoryOptions::default()
             };
-            environment.files.create_directory(&parent, options).await?;
+            let made = environment.files.create_directory(&parent, options).await;
+            made.map_err(|error| ToolError(environment.failure(&parent, &error)))?;
         }
     }
     let options = WriteOptions {
@@ -228,37 +261,28 @@ async fn write(
         ..WriteOptions::default()
     };
     let content = Bytes::from(content);
-    environment.files.write_file(path, content, options).await?;
-    Ok(())
+    let written = environment.files.write_file(path, content, options).await;
+    written.map_err(|error| ToolError(environment.failure(path, &error)))
 }
 
 /// Reads a text file that is small enough to be edited.
 async fn text_of(environment: &ToolEnvironment, path: &PathUri) -> Result<String, ToolError> {
-    let shown = environment.shown(path);
-    let named = |error: ExecServerError| ToolError::Failed(format!("{shown}: {error}"));
+    let failed = |error| ToolError(environment.failure(path, &error));
     let access = AccessOptions {
         sandbox: environment.sandbox.clone(),
         ..AccessOptions::default()
     };
-    let found = environment
-        .files
-        .metadata(path, access.clone())
-        .await
-        .map_err(named)?;
-    if found.size > MAX_EDIT_BYTES {
-        let size = found.size;
-        let message = format!(
-            "{shown} has {size} bytes; only files of up to {MAX_EDIT_BYTES} bytes can be edited"
-        );
-        return Err(ToolError::Failed(message));
+    let files = &environment.files;
+    let found = files.metadata(path, access.clone()).await.map_err(failed)?;
+    let (shown, size) = (environment.shown(path), found.size);
+    if size > MAX_EDIT_BYTES {
+        return Err(ToolError(format!(
+            "`{shown}` has {size} bytes; only files of up to {MAX_EDIT_BYTES} bytes can be edited"
+        )));
     }
-    let bytes = environment
-        .files
-        .read_file(path, access)
-        .await
-        .map_err(named)?;
-    String::from_utf8(bytes.to_vec())
-        .map_err(|_| ToolError::Failed(format!("{shown} is not UTF-8 text")))
+    let bytes = files.read_file(path, access).await.map_err(failed)?;
+    let head = bytes[..bytes.len().min(HEAD_BYTES)].to_vec();
+    text_in(bytes.into()).map_err(|flaw| not_text(&shown, Some(size), &head, flaw, 1))
 }
 
 /// Planned change of one file; all changes are planned before the first is made.
@@ -269,7 +293,6 @@ enum PlannedEdit {
 
 pub(super) async fn edit(call: &ToolCall, params: EditParams) -> ToolResult {
     let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
-    let wrong = |message: &str| ToolError::Arguments(message.to_owned());
     let steps = match (params.patch, params.path, params.old_text, params.new_text) {
         (Some(patch), None, None, None) => patch_steps(&environment, &patch).await?,
         (None, Some(path), Some(old), Some(new)) => {
@@ -285,15 +308,14 @@ pub(super) async fn edit(call: &ToolCall, params: EditParams) -> ToolResult {
             vec![PlannedEdit::Write { path, content }]
         }
         _ => {
-            return Err(wrong(
-                "give either `patch`, or `path`, `old_text` and `new_text`",
-            ));
+            let message = "give either `patch`, or `path`, `old_text` and `new_text`";
+            return Err(ToolError(message.to_owned()));
         }
     };
-    let mut done: Vec<Value> = Vec::new();
+    let mut files = Vec::new();
     let mut text = String::new();
     for step in steps {
-        let (path, kind, outcome) = match step {
+        let (path, change, outcome) = match step {
             PlannedEdit::Write { path, content } => {
                 let outcome = write(&environment, &path, content, None).await;
                 (path, "written", outcome)
@@ -304,21 +326,22 @@ pub(super) async fn edit(call: &ToolCall, params: EditParams) -> ToolResult {
                     ..RemoveOptions::default()
                 };
                 let outcome = environment.files.remove(&path, options).await;
-                (path, "removed", outcome.map_err(ToolError::from))
+                let outcome = outcome.map_err(|error| environment.failure(&path, &error));
+                (path, "removed", outcome.map_err(ToolError))
             }
         };
-        let shown = environment.shown(&path);
-        if let Err(ToolError::Failed(message) | ToolError::Arguments(message)) = outcome {
-            let before = if text.is_empty() { "nothing\n" } else { &text };
-            let message = format!("{shown} could not be {kind}: {message}\ndone before:\n{before}");
-            return Err(ToolError::Failed(message));
+        if let Err(ToolError(message)) = outcome {
+            return Err(ToolError(match text.is_empty() {
+                true => format!("{message}\nnothing was changed"),
+                false => format!("{message}\nchanged before this error:\n{text}"),
+            }));
         }
+        let path = environment.shown(&path);
         // Writing to a string cannot fail.
-        let _ = writeln!(text, "{shown}: {kind}");
-        done.push(json!({ "path": shown, "change": kind }));
+        let _ = writeln!(text, "{path}: {change}");
+        files.push(EditedFile { path, change });
     }
-    let structured = json!({ "files": done });
-    Ok(ToolOutcome { text, structured })
+    ToolOutcome::new(text, &EditedFiles { files })
 }
 
 fn replaced(
@@ -329,16 +352,16 @@ fn replaced(
     all: bool,
 ) -> Result<String, ToolError> {
     if old.is_empty() {
-        return Err(ToolError::Arguments("`old_text` is empty".to_owned()));
+        return Err(ToolError("`old_text` is empty".to_owned()));
     }
     match content.matches(old).count() {
-        0 => Err(ToolError::Failed(format!(
-            "{shown} does not contain `old_text`"
+        0 => Err(ToolError(format!(
+            "`{shown}` does not contain `old_text`; read_file returns its exact text"
         ))),
         1 => Ok(content.replacen(old, new, 1)),
         _ if all => Ok(content.replace(old, new)),
-        count => Err(ToolError::Failed(format!(
-            "{shown} contains `old_text` {count} times; add lines around it, or set replace_all"
+        count => Err(ToolError(format!(
+            "`{shown}` contains `old_text` {count} times; add lines around it, or set replace_all"
         ))),
     }
 }
@@ -347,7 +370,7 @@ async fn patch_steps(
     environment: &ToolEnvironment,
     patch: &str,
 ) -> Result<Vec<PlannedEdit>, ToolError> {
-    let failed = |error: patch::PatchError| ToolError::Failed(error.to_string());
+    let failed = |error: patch::PatchError| ToolError(error.to_string());
     let mut steps = Vec::new();
     for change in patch::parse(patch).map_err(failed)? {
         match change {
@@ -389,79 +412,142 @@ async fn patch_steps(
 pub(super) async fn list_dir(call: &ToolCall, params: ListDir) -> ToolResult {
     let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
     let path = environment.path(params.path.as_deref().unwrap_or("."))?;
-    let max = params.max_entries.unwrap_or(ENTRIES.0).min(ENTRIES.1);
     let depth = params.depth.unwrap_or(1).clamp(1, MAX_DEPTH);
-    // Name relative to the directory, and whether the entry is a directory.
-    let mut entries: Vec<(String, bool)> = Vec::new();
-    let mut truncated = false;
-    let mut errors = 0;
-    if depth == 1 {
-        let options = ReadDirectoryOptions {
-            sandbox: environment.sandbox.clone(),
-            ..ReadDirectoryOptions::default()
-        };
-        let mut pages = DirectoryPages::new(environment.files.clone(), &path, options);
-        // Pages arrive in the order of names, so pages beyond the limit are not requested.
-        while entries.len() <= max
-            && let Some(page) = pages.next().await?
-        {
-            let page = page.into_iter();
-            entries.extend(page.map(|entry| (entry.file_name, entry.is_directory)));
-        }
-        entries.sort();
-    } else {
-        let options = TreeWalkOptions {
-            max_depth: depth - 1,
-            max_entries: max,
-            prune_hidden_directories: true,
-            sandbox: environment.sandbox.clone(),
-            ..TreeWalkOptions::default()
-        };
-        let walk = cancellable(call, async {
-            Ok(environment.files.walk(&path, options).await?)
-        });
-        let found = walk.await?;
-        truncated = found.truncated;
-        errors = found.errors.len();
-        let root = path.to_native().ok();
-        entries.extend(found.entries.into_iter().map(|entry| {
-            let native = entry.path.to_native().ok();
-            let below = native.as_deref().zip(root.as_deref());
-            let below = below.and_then(|(native, root)| native.strip_prefix(root).ok());
-            let name = below.map_or_else(
-                || entry.path.to_string(),
-                |below| below.display().to_string(),
-            );
-            (name, entry.kind == WalkKind::Directory)
-        }));
-        entries.sort();
+    let max = params.max_entries.unwrap_or(ENTRIES.0).min(ENTRIES.1);
+    let mut listing = match depth {
+        1 => names_in(&environment, &path, params.after.as_deref(), max).await,
+        _ => cancellable(call, names_below(&environment, &path, depth)).await,
+    }?;
+    if let Some(after) = &params.after {
+        listing.entries.retain(|entry| entry.name > *after);
     }
-    if entries.len() > max {
-        truncated = true;
-        entries.truncate(max);
-    }
+    listing.entries.sort();
+    let mut room = Room::of(None);
     let mut text = String::new();
-    for (name, is_directory) in &entries {
-        // Writing to a string cannot fail.
-        let _ = writeln!(text, "{name}{}", if *is_directory { "/" } else { "" });
+    let mut shown = 0;
+    for ListedEntry { name, directory } in listing.entries.iter().take(max) {
+        let line = format!("{name}{}\n", if *directory { "/" } else { "" });
+        if !room.take(line.len()) {
+            break;
+        }
+        text += &line;
+        shown += 1;
     }
-    if truncated {
-        let _ = writeln!(text, "[{} entries shown; there are more]", entries.len());
+    let more = listing.entries.len() > shown;
+    listing.entries.truncate(shown);
+    let next_after = listing.entries.last().map(|entry| entry.name.clone());
+    let next_after = next_after.filter(|_| more);
+    if listing.entries.is_empty() {
+        text.push_str("[no entries]\n");
     }
-    if errors > 0 {
-        let _ = writeln!(text, "[{errors} directories could not be read]");
+    // Writing to a string cannot fail.
+    if let Some(after) = &next_after {
+        let _ = writeln!(
+            text,
+            "[{shown} entries shown; more: list_dir with after {after:?}]"
+        );
     }
-    let listed: Vec<Value> = entries
-        .iter()
-        .map(|(name, is_directory)| json!({ "name": name, "directory": is_directory }))
-        .collect();
-    let structured = json!({
-        "path": environment.shown(&path),
-        "entries": listed,
-        "truncated": truncated,
+    if listing.is_partial {
+        let _ = writeln!(
+            text,
+            "[only {} entries of this tree were examined; list a subdirectory, or fewer levels]",
+            ENTRIES.1
+        );
+    }
+    if listing.unreadable > 0 {
+        let _ = writeln!(
+            text,
+            "[{} directories could not be read]",
+            listing.unreadable
+        );
+    }
+    let structured = DirectoryEntries {
+        path: environment.shown(&path),
+        entries: listing.entries,
+        truncated: more || listing.is_partial,
+        next_after,
+    };
+    ToolOutcome::new(text, &structured)
+}
+
+/// Names in a directory or a tree, in any order.
+struct DirectoryNames {
+    entries: Vec<ListedEntry>,
+    /// Directories that could not be read.
+    unreadable: usize,
+    /// Whether the tree has more entries than are examined.
+    is_partial: bool,
+}
+
+/// Names in a directory after `after`: at least one more than `max`, if there are so many.
+async fn names_in(
+    environment: &ToolEnvironment,
+    path: &PathUri,
+    after: Option<&str>,
+    max: usize,
+) -> Result<DirectoryNames, ToolError> {
+    let options = ReadDirectoryOptions {
+        sandbox: environment.sandbox.clone(),
+        ..ReadDirectoryOptions::default()
+    };
+    let failed = |error| ToolError(environment.failure(path, &error));
+    let mut pages = DirectoryPages::new(environment.files.clone(), path, options);
+    let mut entries = Vec::new();
+    // Pages arrive in the order of names, so pages beyond the limit are not requested.
+    while entries.len() <= max
+        && let Some(page) = pages.next().await.map_err(failed)?
+    {
+        let page = page.into_iter().map(|entry| ListedEntry {
+            name: entry.file_name,
+            directory: entry.is_directory,
+        });
+        entries.extend(page.filter(|entry| after.is_none_or(|after| *entry.name > *after)));
+    }
+    Ok(DirectoryNames {
+        entries,
+        unreadable: 0,
+        is_partial: false,
+    })
+}
+
+/// Names in a tree, relative to its root.
+async fn names_below(
+    environment: &ToolEnvironment,
+    path: &PathUri,
+    depth: usize,
+) -> Result<DirectoryNames, ToolError> {
+    let options = TreeWalkOptions {
+        max_depth: depth - 1,
+        max_entries: ENTRIES.1,
+        prune_hidden_directories: true,
+        sandbox: environment.sandbox.clone(),
+        ..TreeWalkOptions::default()
+    };
+    let walked = environment.files.walk(path, options).await;
+    let walked = walked.map_err(|error| ToolError(environment.failure(path, &error)))?;
+    let WalkResult {
+        entries,
+        errors,
+        truncated,
+        ..
+    } = walked;
+    let root = path.to_native().ok();
+    let entries = entries.into_iter().map(|entry| {
+        let native = entry.path.to_native().ok();
+        let below = native.as_deref().zip(root.as_deref());
+        let below = below.and_then(|(native, root)| native.strip_prefix(root).ok());
+        let name = below.map_or_else(
+            || entry.path.to_string(),
+            |below| below.display().to_string(),
+        );
+        let directory = entry.kind == WalkKind::Directory;
+        ListedEntry { name, directory }
     });
-    let text = fitted(&text, budget(None));
-    Ok(ToolOutcome { text, structured })
+    Ok(DirectoryNames {
+        entries: entries.collect(),
+        unreadable: errors.len(),
+        is_partial: truncated,
+    })
 }
 
 pub(super) async fn search(call: &ToolCall, params: SearchFilesParams) -> ToolResult {
@@ -472,56 +558,81 @@ pub(super) async fn search(call: &ToolCall, params: SearchFilesParams) -> ToolRe
         case_sensitive: !params.ignore_case,
         globs: params.globs,
         gitignore: !params.include_ignored,
-        max_matches: params.max_matches.unwrap_or(MATCHES.0).min(MATCHES.1),
+        // The order is certain only if all matches are found; then calls can continue.
+        max_matches: MATCHES.1,
         context_lines: params.context_lines,
         sandbox: environment.sandbox.clone(),
     };
     let searching = environment.files.search(&path, &params.pattern, options);
-    let found = cancellable(call, async { Ok(searching.await?) }).await?;
+    let found = cancellable(call, async {
+        let found = searching.await;
+        found.map_err(|error| ToolError(environment.failure(&path, &error)))
+    })
+    .await?;
+    let max = params.max_matches.unwrap_or(MATCHES.0).min(MATCHES.1);
+    let mut room = Room::of(params.max_output_tokens);
     let mut text = String::new();
-    let mut matches: Vec<Value> = Vec::new();
-    for one in &found.matches {
+    let mut matches = Vec::new();
+    for one in found.matches.iter().skip(params.offset).take(max) {
         let file = environment.shown(&one.path);
-        // Writing to a string cannot fail.
-        let first = one.line - one.before.len() as u64;
-        for (number, line) in (first..).zip(&one.before) {
-            let _ = writeln!(text, "{file}-{number}- {line}");
+        let lines = match_lines(&file, one);
+        if !room.take(lines.len()) {
+            break;
         }
-        let _ = writeln!(text, "{file}:{}: {}", one.line, one.text);
-        for (number, line) in (one.line + 1..).zip(&one.after) {
-            let _ = writeln!(text, "{file}-{number}- {line}");
-        }
-        matches.push(
-            json!({ "path": file, "line": one.line, "column": one.column, "text": one.text }),
+        text += &lines;
+        matches.push(FoundLine {
+            path: file,
+            line: one.line,
+            column: one.column,
+            text: one.text.clone(),
+        });
+    }
+    let next = params.offset.saturating_add(matches.len());
+    let more = next < found.matches.len();
+    // Writing to a string cannot fail.
+    if found.matches.is_empty() {
+        let _ = writeln!(text, "no match in {} files", found.files_searched);
+    } else if more {
+        let of = match found.truncated {
+            true => format!("more than {}", found.matches.len()),
+            false => found.matches.len().to_string(),
+        };
+        let _ = writeln!(
+            text,
+            "[{} of {of} matches shown; more: search with offset {next}]",
+            matches.len()
         );
     }
-    if found.matches.is_empty() {
-        text.push_str("no match\n");
-    }
     if found.truncated {
-        text.push_str("[there are more matches]\n");
+        let _ = writeln!(
+            text,
+            "[not all matches were found, because there are too many: use a narrower pattern, path \
+             or globs]"
+        );
     }
-    let tokens = budget(params.max_output_tokens);
-    // The structured result has the same bound: the first matches that fit.
-    let mut room = tokens.saturating_mul(BYTES_PER_TOKEN);
-    let mut cut = found.truncated;
-    let shown: Vec<Value> = matches
-        .into_iter()
-        .map_while(|one| {
-            let length = one.to_string().len();
-            let fits = room.checked_sub(length);
-            cut |= fits.is_none();
-            room = fits?;
-            Some(one)
-        })
-        .collect();
-    let structured = json!({
-        "matches": shown,
-        "files_searched": found.files_searched,
-        "truncated": cut,
-    });
-    let text = fitted(&text, tokens);
-    Ok(ToolOutcome { text, structured })
+    let structured = FoundLines {
+        matches,
+        files_searched: found.files_searched,
+        truncated: more || found.truncated,
+        next_offset: more.then_some(next),
+    };
+    ToolOutcome::new(text, &structured)
+}
+
+/// A matching line and the lines around it, as grep prints them.
+fn match_lines(file: &str, found: &SearchMatch) -> String {
+    let mut text = String::new();
+    let first = found.line - found.before.len() as u64;
+    // Writing to a string cannot fail.
+    for (number, line) in (first..).zip(&found.before) {
+        let _ = writeln!(text, "{file}-{number}- {line}");
+    }
+    let cut = if found.cut { " [line is cut]" } else { "" };
+    let _ = writeln!(text, "{file}:{}: {}{cut}", found.line, found.text);
+    for (number, line) in (found.line + 1..).zip(&found.after) {
+        let _ = writeln!(text, "{file}-{number}- {line}");
+    }
+    text
 }
 
 pub(super) async fn watch_once(call: &ToolCall, params: WatchOnce) -> ToolResult {
@@ -535,43 +646,61 @@ pub(super) async fn watch_once(call: &ToolCall, params: WatchOnce) -> ToolResult
     let timeout = params.timeout_ms.map(Duration::from_millis);
     let timeout = timeout.unwrap_or(WAITS.0).min(WAITS.1);
     let batch = cancellable(call, async {
-        let mut changes = environment.files.watch(&path, options).await?;
+        let watching = environment.files.watch(&path, options).await;
+        let mut changes = watching.map_err(|error| {
+            let failure = environment.failure(&path, &error);
+            ToolError(match failure.contains("sandbox intent cannot be enforced") {
+                true => format!(
+                    "Sandbox: denied watching `{}`, because its policy denies reading some files; \
+                     call list_dir or read_file again after a while",
+                    environment.shown(&path)
+                ),
+                false => failure,
+            })
+        })?;
         match tokio::time::timeout(timeout, changes.recv()).await {
             Ok(Some(batch)) => Ok(Some(batch)),
-            Ok(None) => Err(ToolError::Failed("the watch has ended".to_owned())),
+            Ok(None) => Err(ToolError("the watch has ended".to_owned())),
             Err(_) => Ok(None),
         }
     })
     .await?;
     let Some(batch) = batch else {
-        let structured = json!({ "changes": [], "timed_out": true });
-        let text = "nothing changed in time\n".to_owned();
-        return Ok(ToolOutcome { text, structured });
+        let nothing = WatchedChanges {
+            changes: Vec::new(),
+            timed_out: true,
+            more: false,
+        };
+        return ToolOutcome::new("nothing changed in time\n".to_owned(), &nothing);
     };
     let mut text = String::new();
-    let mut changes: Vec<Value> = Vec::new();
+    let mut changes = Vec::new();
     for change in batch.changes.iter().take(MAX_CHANGES) {
-        let shown = environment.shown(&change.path);
+        let path = environment.shown(&change.path);
         let kind = match change.kind {
             ChangeKind::Created => "created",
             ChangeKind::Modified => "modified",
             ChangeKind::Removed => "removed",
             ChangeKind::Renamed => "renamed",
         };
+        let from = change.from.as_ref().map(|from| environment.shown(from));
         // Writing to a string cannot fail.
-        let _ = writeln!(text, "{shown}: {kind}");
-        let mut one = json!({ "path": shown, "kind": kind });
-        if let Some(from) = &change.from {
-            one["from"] = environment.shown(from).into();
-        }
-        changes.push(one);
+        let _ = match &from {
+            Some(from) => writeln!(text, "{path}: {kind} from {from}"),
+            None => writeln!(text, "{path}: {kind}"),
+        };
+        changes.push(WatchedChange { path, kind, from });
     }
     let more = batch.overflow || batch.changes.len() > MAX_CHANGES;
     if more {
-        text.push_str("[there were more changes]\n");
+        text.push_str("[there were more changes: list_dir shows the current state]\n");
     }
-    let structured = json!({ "changes": changes, "timed_out": false, "more": more });
-    Ok(ToolOutcome { text, structured })
+    let structured = WatchedChanges {
+        changes,
+        timed_out: false,
+        more,
+    };
+    ToolOutcome::new(text, &structured)
 }
 
 #[cfg(test)]
@@ -637,9 +766,7 @@ mod tests {
         assert_eq!(replace("b", false).unwrap(), "a c a");
         assert_eq!(replace("a", true).unwrap(), "c b c");
         for (old, message) in [("a", "2 times"), ("x", "does not contain"), ("", "empty")] {
-            let Err(ToolError::Failed(error_text) | ToolError::Arguments(error_text)) =
-                replace(old, false)
-            else {
+            let Err(ToolError(error_text)) = replace(old, false) else {
                 panic!("{old} was replaced")
             };
             assert!(error_text.contains(message), "{error_text}");
