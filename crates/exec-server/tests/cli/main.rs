@@ -4,6 +4,7 @@
 
 mod attend;
 mod codex;
+mod denials;
 mod environments;
 mod examples;
 mod messages;

@@ -10,6 +10,7 @@ use exec_server_client::{ExecProcess, ExecProcessEvent, ProcessExit};
 use exec_server_protocol::process::{
     OutputStream, SignalName, SignalScope, Survivor, TerminateMode,
 };
+use exec_server_protocol::sandbox::Denial;
 use serde_json::json;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::Instant;
@@ -104,6 +105,8 @@ pub(super) enum RunEnd {
         code: u8,
         /// Processes that the command left running.
         descendants: Vec<Survivor>,
+        /// What the sandbox denied; empty if it denied something that is not known.
+        denied: Option<Vec<Denial>>,
     },
     /// This program exits before the command. The command gets SIGTERM and this grace period, or
     /// SIGKILL.
@@ -133,6 +136,8 @@ pub(super) struct DrivenCommand {
     /// Output that waits until the queue has room.
     pending: Option<(OutputStream, Bytes)>,
     exit: Option<u8>,
+    /// What the sandbox denied, if it denied something.
+    denied: Option<Vec<Denial>>,
     /// Set when the command's output has ended.
     descendants: Option<Vec<Survivor>>,
     interrupted: Option<Instant>,
@@ -171,6 +176,7 @@ pub(super) async fn drive_command(
         queue: Some(queue),
         pending: None,
         exit: None,
+        denied: None,
         descendants: None,
         interrupted: None,
         stop: None,
@@ -247,7 +253,11 @@ impl DrivenCommand {
                     .exit
                     .context("the server did not report the command's exit code")?;
                 let descendants = self.descendants.take().unwrap_or_default();
-                Ok(Some(RunEnd::Command { code, descendants }))
+                Ok(Some(RunEnd::Command {
+                    code,
+                    descendants,
+                    denied: self.denied.take(),
+                }))
             }
             // The reader has closed the pipe, as `head` does.
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => {
@@ -298,13 +308,20 @@ impl DrivenCommand {
         self.losses.note_end();
         let status = u8::try_from(exit.exit_code & 0xff).unwrap_or(OUR_FAILURE);
         self.exit = Some(if exit.timed_out { TIMED_OUT } else { status });
+        if exit.sandbox_denied == Some(true) {
+            self.denied = Some(exit.denials.clone());
+        }
         if self.streams.json {
-            self.pending = Some(line(&json!({
+            let mut event = json!({
                 "event": "exited",
                 "exitCode": exit.exit_code,
                 "signal": exit.signal,
                 "timedOut": exit.timed_out,
-            })));
+            });
+            if let Some(denied) = &self.denied {
+                event["denials"] = json!(denied);
+            }
+            self.pending = Some(line(&event));
         }
         if exit.timed_out {
             say("the command ran longer than --timeout allows and was ended");

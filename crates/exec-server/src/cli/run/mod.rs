@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use exec_server_agents::unified::denied_operation;
 use exec_server_client::executor::{Executor, ExecutorConfig};
 use exec_server_client::map::MappedBackend;
 use exec_server_client::{
@@ -23,6 +24,7 @@ use exec_server_client::{
 use exec_server_executor::start_watcher;
 use exec_server_protocol::environment::Status;
 use exec_server_protocol::process::{EnvPolicy, Inherit, StartParams, Survivor, TerminateMode};
+use exec_server_protocol::sandbox::Denial;
 use exec_server_protocol::{NoParams, PathUri};
 use exec_server_sys::watcher::Watcher;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -30,7 +32,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use self::drive::{CommandSignals, CommandStreams, RunEnd, STOP_GRACE, drive_command};
 use self::loss::ConnectionLosses;
-use super::args::RunArgs;
+use super::args::{RunArgs, SandboxArgs};
 use super::error;
 use super::network::{TerminalDecider, TypedKeys};
 use super::table::visible;
@@ -269,6 +271,7 @@ async fn execute(
     let StartedCommand {
         location,
         process,
+        cwd,
         feeds,
     } = match started {
         Ok(ControlFlow::Continue(started)) => started,
@@ -314,7 +317,14 @@ async fn execute(
             end_early(&location, process, watcher, grace).await;
             Ok(code)
         }
-        Ok(RunEnd::Command { code, descendants }) => {
+        Ok(RunEnd::Command {
+            code,
+            descendants,
+            denied,
+        }) => {
+            if let Some(denied) = denied {
+                name_denials(&args.sandbox, &cwd, &denied);
+            }
             tokio::select! {
                 () = end(args, &location, process, (code, &descendants)) => {}
                 // The command has ended, only its exit code counts.
@@ -423,6 +433,23 @@ async fn end(
     }
 }
 
+/// Says what the sandbox denied, and which option would allow it.
+fn name_denials(args: &SandboxArgs, cwd: &Path, denials: &[Denial]) {
+    /// Operations that are named; the others are counted.
+    const NAMED: usize = 5;
+    if denials.is_empty() {
+        say("the sandbox denied something; it is allowed without --sandbox");
+    }
+    for denial in denials.iter().take(NAMED) {
+        let operation = visible(&denied_operation(denial));
+        let advice = visible(&sandbox::advice(args, cwd, denial));
+        say(&format!("the sandbox denied {operation}; {advice}"));
+    }
+    if let Some(more @ 1..) = denials.len().checked_sub(NAMED) {
+        say(&format!("and {more} more operations"));
+    }
+}
+
 /// Prints the processes that the command left running, and whether they are ended.
 fn name_descendants(descendants: &[Survivor], stay: bool) {
     /// Maximum number of processes that are named; the others are counted.
@@ -519,6 +546,8 @@ async fn server_stop(client: &ExecServerClient) -> Option<&'static str> {
 struct StartedCommand {
     location: RunLocation,
     process: Arc<dyn ExecProcess>,
+    /// Where it runs.
+    cwd: PathBuf,
     /// Whether standard input is forwarded.
     feeds: bool,
 }
@@ -538,7 +567,8 @@ async fn begin(
         return begin_at_once(args, there, &cwd, is_given, tty).await;
     }
     let location = RunLocation::new(resolved).await?;
-    let mut params = params(args, &cwd(args, &location).await?, tty, location.is_here())?;
+    let cwd = cwd(args, &location).await?;
+    let mut params = params(args, &cwd, tty, location.is_here())?;
     if params.argv.is_empty() {
         params.argv = location.login_shell().await?;
     }
@@ -555,6 +585,7 @@ async fn begin(
     Ok(StartedCommand {
         location,
         process: started.process,
+        cwd,
         feeds,
     })
 }
@@ -595,6 +626,7 @@ async fn begin_at_once(
     Ok(StartedCommand {
         location,
         process,
+        cwd: cwd.to_owned(),
         feeds,
     })
 }
