@@ -36,6 +36,10 @@ pub(crate) struct ListingSize {
 /// # Errors
 ///
 /// The outcome itself, if it is not a listing.
+#[expect(
+    clippy::result_large_err,
+    reason = "the outcome is moved on and not stored"
+)]
 pub(crate) fn source(
     outcome: FileOutcome,
 ) -> Result<(Box<dyn PieceSource>, ListingSize), FileOutcome> {
