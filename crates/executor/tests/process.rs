@@ -439,7 +439,7 @@ async fn waits_for_ports_and_terminals_share_reads_of_proc() {
     for process in processes.clone() {
         waits.spawn(async move {
             let any = [Condition::Port { port: 0 }, Condition::TtyRead];
-            let conditions = Conditions::compile(&any).unwrap();
+            let conditions = Conditions::compile(&any, &"test".into()).unwrap();
             let limit = Some(Duration::from_secs(1));
             conditions.wait(&process, 0, limit).await.fired
         });

@@ -152,8 +152,10 @@ fn nothing_is_held_if_the_journal_cannot_be_written() {
         .write(true)
         .open("/dev/full")
         .unwrap();
-    let mut table = PlaceholderTable::default();
-    table.journal = Some(full.into());
+    let mut table = PlaceholderTable {
+        journal: Some(full.into()),
+        ..PlaceholderTable::default()
+    };
     let error = table.hold(&path).unwrap_err();
     assert_eq!(Errno::from_io_error(&error), Some(Errno::NOSPC));
     assert!(!exists(&path));

@@ -105,7 +105,7 @@ fn operations() -> Vec<Operation> {
         ("open atomically", OpenMode::Atomic),
     ] {
         all.push(named(name, move |path, _| {
-            OpenFile::open(path, mode).map(drop)
+            OpenFile::open(path, mode, None).map(drop)
         }));
     }
     all
@@ -213,7 +213,7 @@ fn secrets_are_out_of_reach_of_every_operation_under_every_name() {
         assert_refused(
             "update",
             &new,
-            OpenFile::open(&new, OpenMode::Update).map(drop),
+            OpenFile::open(&new, OpenMode::Update, None).map(drop),
         );
     }
     // The directory around them must not be exchanged for another.
@@ -291,7 +291,7 @@ fn replaced_secret_is_protected_immediately() {
         NewAttributes::default(),
     );
     assert_refused("write", &token, written);
-    let opened = OpenFile::open(&token, OpenMode::Update).map(drop);
+    let opened = OpenFile::open(&token, OpenMode::Update, None).map(drop);
     assert_refused("open", &token, opened);
     assert_refused("link", &token, create_symlink(&token, Path::new("x")));
     let ordinary = secrets.path("ordinary");
@@ -424,7 +424,7 @@ fn other_processes_in_proc_show_neither_memory_nor_environment() {
         );
     }
     let adjustment = base.join("oom_score_adj");
-    let opened = OpenFile::open(&adjustment, OpenMode::Update).map(drop);
+    let opened = OpenFile::open(&adjustment, OpenMode::Update, None).map(drop);
     assert_refused("write", &adjustment, opened);
     let version = open_file(Path::new("/proc/version"), SymlinkPolicy::Follow);
     assert!(version.is_ok());
