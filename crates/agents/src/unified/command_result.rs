@@ -209,7 +209,10 @@ mod tests {
         let executor = DenialSource::Executor;
         assert_eq!(text(executor, &[]), "denied something");
         assert_eq!(text(DenialSource::Output, &[]), "probably denied something");
-        assert_eq!(text(executor, &[file.clone()]), "denied access to `/x`");
+        assert_eq!(
+            text(executor, std::slice::from_ref(&file)),
+            "denied access to `/x`"
+        );
         assert_eq!(
             text(executor, &[unknown.clone(), file, unknown, network]),
             "denied access to a file, access to `/x` and network access"
