@@ -628,7 +628,10 @@ impl HttpConnectionState {
     /// Authenticates a request without throttling.
     async fn identify(&self, head: &HttpHead) -> Result<AuthenticatedCaller, RequestAuthError> {
         let registry = &self.shared.registry;
-        let caller = match (registry.tokens().caller(head), &registry.oidc) {
+        let caller = match (
+            registry.tokens().caller(head, registry.store.unix_now()),
+            &registry.oidc,
+        ) {
             (Ok(caller), _) => caller,
             (Err(TokenError::Unknown), Some(issuer)) => {
                 let token = tokens::bearer(head)?;

@@ -11,7 +11,8 @@
 //! Each line has one token. A line may contain the token itself instead of its hash, without
 //! `sha256:`; every user who can read the file can then use it. Environments are ids, or prefixes
 //! of ids followed by `*`; without this field the token is valid for all environments of its
-//! tenant. The default tenant is `default`; `tenant=*` is for operators: admins of all tenants and
+//! tenant. A line with `until=` and a time in UTC, as in `until=2027-01-31T12:00:00Z`, or a date, is valid
+//! until then, or until the end of that day. The default tenant is `default`; `tenant=*` is for operators: admins of all tenants and
 //! of the rendezvous server itself.
 
 use std::fmt;
@@ -19,6 +20,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use exec_server_transport::http::HttpHead;
+use exec_server_transport::time::parse_utc;
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
 
@@ -79,8 +81,8 @@ pub struct AuthenticatedCaller {
     roles: Arc<[TokenRole]>,
     /// Patterns of allowed environments; all environments if empty.
     environments: Arc<[String]>,
-    /// Expiry time in seconds since 1970. `None` for a token of the file, which is valid while its
-    /// line exists.
+    /// Expiry time in seconds since 1970. `None` for a token of the file without `until=`, which is
+    /// valid while its line exists.
     expires: Option<u64>,
 }
 
@@ -184,6 +186,9 @@ pub enum TokenError {
     /// The token is not in the file.
     #[error("unknown bearer token")]
     Unknown,
+    /// The time after `until=` has passed.
+    #[error("expired bearer token")]
+    Expired,
 }
 
 impl FromStr for Tokens {
@@ -217,18 +222,28 @@ impl FromStr for Tokens {
 fn parse_line(line: &str) -> Result<StoredToken, String> {
     let mut fields: Vec<&str> = line.split_ascii_whitespace().collect();
     // Environment patterns cannot contain `=`.
-    let tenant = fields
-        .iter()
-        .skip(3)
-        .position(|field| field.starts_with("tenant="))
-        .map_or("tenant=default", |at| fields.remove(at + 3));
-    let tenant = tenant.strip_prefix("tenant=").unwrap_or_default();
+    let mut take = |name: &str| {
+        let mut rest = fields.iter().skip(3);
+        let at = rest.position(|field| field.starts_with(name))?;
+        fields.remove(at + 3).strip_prefix(name)
+    };
+    let tenant = take("tenant=").unwrap_or(tenants::DEFAULT);
+    let expires = match take("until=") {
+        None => None,
+        Some(until) => Some(parse_utc(until).ok_or_else(|| {
+            format!("`until={until}` is no time; write 2027-01-31 or 2027-01-31T12:00:00Z")
+        })?),
+    };
     let (name, roles, token, environments) = match fields[..] {
         [name, roles, token] => (name, roles, token, ""),
         [name, roles, token, environments] if !environments.contains('=') => {
             (name, roles, token, environments)
         }
-        _ => return Err("expected NAME ROLES TOKEN [ENVIRONMENTS] [tenant=TENANT]".to_owned()),
+        _ => {
+            return Err(
+                "expected NAME ROLES TOKEN [ENVIRONMENTS] [tenant=TENANT] [until=TIME]".to_owned(),
+            );
+        }
     };
     if !is_name(name) {
         return Err(format!(
@@ -265,7 +280,7 @@ fn parse_line(line: &str) -> Result<StoredToken, String> {
         everywhere,
         roles: roles.into(),
         environments: environments.into(),
-        expires: None,
+        expires,
     };
     Ok(StoredToken { hash, caller })
 }
@@ -309,12 +324,12 @@ impl Tokens {
         self.0.is_empty()
     }
 
-    /// Authenticates a request by its head.
+    /// Authenticates a request by its head; `now` in seconds since 1970.
     ///
     /// # Errors
     ///
-    /// If the token is missing, malformed or unknown.
-    pub fn caller(&self, head: &HttpHead) -> Result<AuthenticatedCaller, TokenError> {
+    /// If the token is missing, malformed, unknown or expired.
+    pub fn caller(&self, head: &HttpHead, now: u64) -> Result<AuthenticatedCaller, TokenError> {
         let token = bearer(head)?;
         let hash: [u8; 32] = Sha256::digest(token).into();
         // Compare with all tokens in constant time, so that the response time reveals nothing.
@@ -324,7 +339,11 @@ impl Tokens {
                 found = Some(&known.caller);
             }
         }
-        found.cloned().ok_or(TokenError::Unknown)
+        let caller = found.ok_or(TokenError::Unknown)?;
+        match caller.expires {
+            Some(expires) if expires <= now => Err(TokenError::Expired),
+            _ => Ok(caller.clone()),
+        }
     }
 }
 
@@ -356,6 +375,27 @@ mod tests {
         }
     }
 
+    /// 2027-01-15T08:00:00Z.
+    const NOW: u64 = 1_800_000_000;
+
+    #[test]
+    fn tokens_are_refused_after_their_time() {
+        let text = "a harness one until=2027-01-15T08:00:01Z\n\
+                    b harness two x-* until=2027-01-15T08:00:00Z tenant=acme\n\
+                    c harness three until=2027-01-15";
+        let tokens: Tokens = text.parse().unwrap();
+        let caller = |token: &str, now: u64| {
+            let head = head(&[&format!("Bearer {token}")]);
+            tokens.caller(&head, now).map(|caller| caller.expires())
+        };
+        assert_eq!(caller("one", NOW), Ok(Some(NOW + 1)));
+        assert_eq!(caller("one", NOW + 1), Err(TokenError::Expired));
+        assert_eq!(caller("two", NOW), Err(TokenError::Expired));
+        assert_eq!(caller("three", NOW), Ok(Some(NOW + 16 * 3600)));
+        let error = "a harness one until=soon".parse::<Tokens>().unwrap_err();
+        assert!(error.to_string().contains("write 2027-01-31"), "{error}");
+    }
+
     #[test]
     fn tokens_limit_roles_and_environments() {
         let hash = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"; // foo
@@ -363,12 +403,12 @@ mod tests {
             "# comment\n\n  all executor,harness plain \n  alice harness sha256:{hash} a,b-*\n"
         );
         let tokens: Tokens = text.parse().unwrap();
-        let all = tokens.caller(&head(&["Bearer plain"])).unwrap();
+        let all = tokens.caller(&head(&["Bearer plain"]), NOW).unwrap();
         assert!(
             all.is(TokenRole::Executor) && all.is(TokenRole::Harness) && !all.is(TokenRole::Admin)
         );
         assert!(all.may_use("anything"));
-        let alice = tokens.caller(&head(&["bearer  foo "])).unwrap();
+        let alice = tokens.caller(&head(&["bearer  foo "]), NOW).unwrap();
         assert_eq!(&*alice.name, "alice");
         assert!(alice.may_use("a") && alice.may_use("b-1") && alice.may_use("b-"));
         assert!(!alice.may_use("ab") && !alice.may_use("b") && !alice.may_use("c"));
@@ -382,7 +422,11 @@ mod tests {
             (&["Bearer plain", "Bearer plain"], TokenError::Header),
             (&["Bearer other"], TokenError::Unknown),
         ] {
-            assert_eq!(tokens.caller(&head(headers)), Err(error), "{headers:?}");
+            assert_eq!(
+                tokens.caller(&head(headers), NOW),
+                Err(error),
+                "{headers:?}"
+            );
         }
         assert!(!format!("{tokens:?}").contains("plain"));
     }
@@ -392,7 +436,11 @@ mod tests {
         let text = "a harness,admin one\nb harness two x-* tenant=acme\n\
                     c admin three tenant=acme\nops admin four tenant=*\n";
         let tokens: Tokens = text.parse().unwrap();
-        let caller = |token: &str| tokens.caller(&head(&[&format!("Bearer {token}")])).unwrap();
+        let caller = |token: &str| {
+            tokens
+                .caller(&head(&[&format!("Bearer {token}")]), NOW)
+                .unwrap()
+        };
         assert_eq!(&*caller("one").tenant, "default");
         assert!(caller("one").is_admin_of("default") && !caller("one").is_admin_of("acme"));
         assert_eq!(&*caller("two").tenant, "acme");

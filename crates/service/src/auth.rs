@@ -151,6 +151,7 @@ pub struct CapabilityToken {
     name: Arc<str>,
     hash: [u8; 32],
     scopes: Scopes,
+    expires: Option<SystemTime>,
 }
 
 impl CapabilityToken {
@@ -159,9 +160,18 @@ impl CapabilityToken {
         Self::hashed(name, Sha256::digest(token.expose()).into(), scopes)
     }
 
-    /// Whether both are the same token with the same name and the same scopes.
+    /// Whether both are the same token with the same name, scopes and expiry.
     fn is_same(&self, other: &Self) -> bool {
-        self.hash == other.hash && self.name == other.name && self.scopes == other.scopes
+        self.hash == other.hash
+            && self.name == other.name
+            && self.scopes == other.scopes
+            && self.expires == other.expires
+    }
+
+    /// The same token, refused from this time on.
+    #[must_use]
+    pub fn until(self, expires: Option<SystemTime>) -> Self {
+        Self { expires, ..self }
     }
 
     /// Creates an entry from the SHA-256 hash of the token.
@@ -170,6 +180,7 @@ impl CapabilityToken {
             name: name.into(),
             hash,
             scopes,
+            expires: None,
         }
     }
 }
@@ -231,6 +242,9 @@ pub enum AuthError {
     /// The capability token is unknown.
     #[error("invalid websocket bearer token")]
     Token,
+    /// The capability token has expired.
+    #[error("expired websocket bearer token")]
+    TokenExpired,
     /// The signature is wrong, or the token is malformed.
     #[error("invalid websocket jwt")]
     Jwt,
@@ -271,7 +285,7 @@ impl Auth {
     ) -> Result<(ClientIdentity, usize), AuthError> {
         match self {
             Self::Open => Ok((ClientIdentity::anyone(), 0)),
-            Self::Capability(tokens) => capability(tokens, bearer(head)?),
+            Self::Capability(tokens) => capability(tokens, bearer(head)?, now),
             Self::Signed(tokens) => Ok((signed(tokens, bearer(head)?, now)?, 0)),
         }
     }
@@ -321,6 +335,7 @@ fn bearer(head: &HttpHead) -> Result<&str, AuthError> {
 fn capability(
     tokens: &[CapabilityToken],
     token: &str,
+    now: SystemTime,
 ) -> Result<(ClientIdentity, usize), AuthError> {
     let hash: [u8; 32] = Sha256::digest(token).into();
     let mut found = Choice::from(0);
@@ -333,11 +348,14 @@ fn capability(
     let which = usize::try_from(which).map_err(|_| AuthError::Token)?;
     match tokens.get(which) {
         Some(known) if found.into() => {
+            if known.expires.is_some_and(|expires| expires <= now) {
+                return Err(AuthError::TokenExpired);
+            }
             let identity = ClientIdentity {
                 name: Arc::clone(&known.name),
                 proof: AuthMethod::Capability,
                 scopes: known.scopes,
-                expires: None,
+                expires: known.expires,
             };
             Ok((identity, which))
         }

@@ -1,4 +1,4 @@
-//! RFC 3339 timestamps.
+//! RFC 3339 timestamps, written and read.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -36,11 +36,82 @@ pub fn date_and_time(seconds: i64, separator: char) -> String {
     format!("{year:04}-{month:02}-{day:02}{separator}{hour:02}:{minute:02}:{second:02}")
 }
 
+/// Parses a time in UTC, as in `2027-01-31T12:00:00Z`, into seconds since 1970. A date alone, as in
+/// `2027-01-31`, means its end: the first second of the next day.
+pub fn parse_utc(text: &str) -> Option<u64> {
+    const DAY: u64 = 86_400;
+    let number = |digits: &str, length: usize| {
+        let only_digits = digits.bytes().all(|byte| byte.is_ascii_digit());
+        (digits.len() == length && only_digits).then(|| digits.parse::<u64>().ok())?
+    };
+    let (date, time) = match text.split_once('T') {
+        Some((date, time)) => (date, Some(time.strip_suffix('Z')?)),
+        None => (text, None),
+    };
+    let mut parts = date.split('-');
+    let (year, month, day) = (parts.next()?, parts.next()?, parts.next()?);
+    let (year, month, day) = (number(year, 4)?, number(month, 2)?, number(day, 2)?);
+    let is_leap = |year: u64| year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let length_of = |month: u64| match month {
+        2 => 28 + u64::from(is_leap(year)),
+        4 | 6 | 9 | 11 => 30,
+        _ => 31,
+    };
+    let is_date = parts.next().is_none()
+        && year >= 1970
+        && (1..=12).contains(&month)
+        && (1..=length_of(month)).contains(&day);
+    if !is_date {
+        return None;
+    }
+    let years: u64 = (1970..year)
+        .map(|year| 365 + u64::from(is_leap(year)))
+        .sum();
+    let months: u64 = (1..month).map(length_of).sum();
+    let midnight = (years + months + day - 1) * DAY;
+    let Some(time) = time else {
+        return Some(midnight + DAY);
+    };
+    let mut parts = time.split(':');
+    let (hour, minute, second) = (parts.next()?, parts.next()?, parts.next()?);
+    let (hour, minute, second) = (number(hour, 2)?, number(minute, 2)?, number(second, 2)?);
+    let is_time = parts.next().is_none() && hour < 24 && minute < 60 && second < 60;
+    is_time.then(|| midnight + hour * 3600 + minute * 60 + second)
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
 
     use super::*;
+
+    #[test]
+    fn times_in_utc_are_seconds_since_1970() {
+        for (text, seconds) in [
+            ("1970-01-01T00:00:00Z", 0),
+            ("1970-01-01", 86_400),
+            ("2000-02-29T12:34:56Z", 951_827_696),
+            ("2027-01-15T08:00:00Z", 1_800_000_000),
+            ("2026-12-31", 1_798_761_600),
+        ] {
+            assert_eq!(parse_utc(text), Some(seconds), "{text}");
+        }
+        for text in [
+            "",
+            "2026",
+            "2026-13-01",
+            "2026-02-29",
+            "2026-1-1",
+            "2026-01-01T00:00:00",
+            "1969-01-01",
+            "2026-01-01T24:00:00Z",
+            "2026-01-01T00:00Z",
+            "2026-01-01-01",
+            "+026-01-01",
+        ] {
+            assert_eq!(parse_utc(text), None, "{text}");
+        }
+    }
 
     #[test]
     fn timestamp_millis_writes_three_digits() {
