@@ -25,6 +25,10 @@ pub enum PathUriError {
     /// The text is not a URI.
     #[error("invalid URI: {0}")]
     Invalid(url::ParseError),
+    /// The text is a native absolute path, whose URI is given. The compatible protocol refuses it with
+    /// the beginning of this message.
+    #[error("invalid URI: relative URL without a base; a path is written as a file: URI, `{0}`")]
+    NativePath(String),
     /// The scheme is not `file`.
     #[error("unsupported path URI scheme `{0}`")]
     Scheme(String),
@@ -57,7 +61,13 @@ impl PathUri {
 
     /// Like [`PathUri::parse`], by the URL parser.
     fn parse_any(text: &str) -> Result<Self, PathUriError> {
-        let url = parse_url(text).map_err(PathUriError::Invalid)?;
+        let url = parse_url(text).map_err(|error| {
+            let path = Path::new(text);
+            match path.is_absolute().then(|| Self::from_native(path)) {
+                Some(Ok(uri)) => PathUriError::NativePath(uri.0),
+                _ => PathUriError::Invalid(error),
+            }
+        })?;
         if url.scheme() != "file" {
             return Err(PathUriError::Scheme(url.scheme().to_owned()));
         }
@@ -367,8 +377,9 @@ mod tests {
         }
         for (uri, error) in [
             (
-                "/abs/path",
-                "parse: invalid URI: relative URL without a base",
+                "/abs/a b",
+                "parse: invalid URI: relative URL without a base; a path is written as a file: URI, \
+                 `file:///abs/a%20b`",
             ),
             ("", "parse: invalid URI: relative URL without a base"),
             ("http://x/y", "parse: unsupported path URI scheme `http`"),

@@ -190,8 +190,11 @@ impl<'a> UndecodedRequest<'a> {
     /// Decodes the params and checks the scope that they require.
     fn decode<M: ServedMethod>(&self) -> Result<M::Params, ApiError> {
         debug_assert_eq!(self.method, M::ID, "another method's function");
-        let params = M::decode(self.params.text.unwrap_or("null")).map_err(|error| {
-            ApiError::invalid_params(format!("invalid params for `{}`: {error}", M::NAME))
+        let text = self.params.text.unwrap_or("null");
+        let params = M::decode(text).map_err(|error| {
+            let field = failed_member(text, &error).map(|name| format!("`{name}`: "));
+            let field = field.unwrap_or_default();
+            ApiError::invalid_params(format!("invalid params for `{}`: {field}{error}", M::NAME))
         })?;
         scope::check(&self.connection.identity, M::NAME, M::scopes(&params))?;
         Ok(params)
@@ -233,6 +236,96 @@ pub(crate) fn notification(phase: &mut HandshakePhase, method: &str) -> Result<(
         HandshakePhase::Initialized(session) | HandshakePhase::Ready(session) => {
             *phase = HandshakePhase::Ready(session);
             Ok(())
+        }
+    }
+}
+
+/// The path of the member whose value could not be decoded, as in `envPolicy.inherit`; `None` if the
+/// error is not about a value, or names a member itself.
+fn failed_member(text: &str, error: &serde_json::Error) -> Option<String> {
+    // What is missing is named by the error, and has no place in the text.
+    if !error.is_data() || error.line() != 1 || error.to_string().contains("missing field") {
+        return None;
+    }
+    // Of each object or list that is open at the error: the member that is being read.
+    let mut open: Vec<Option<&str>> = Vec::new();
+    let end = error.column().min(text.len());
+    let bytes = text.as_bytes();
+    let mut at = 0;
+    while at < end {
+        match bytes[at] {
+            b'{' | b'[' => open.push(None),
+            b'}' | b']' => {
+                open.pop();
+            }
+            b',' if bytes.get(at + 1..).is_some_and(|rest| !rest.is_empty()) => {
+                if let Some(member) = open.last_mut() {
+                    *member = None;
+                }
+            }
+            b'"' => {
+                let start = at + 1;
+                at = start;
+                while at < bytes.len() && bytes[at] != b'"' {
+                    at += if bytes[at] == b'\\' { 2 } else { 1 };
+                }
+                let rest = text.get(at + 1..).unwrap_or_default().trim_start();
+                if rest.starts_with(':')
+                    && let Some(member) = open.last_mut()
+                {
+                    *member = text.get(start..at);
+                }
+            }
+            _ => {}
+        }
+        at += 1;
+    }
+    let names: Vec<&str> = open.into_iter().flatten().collect();
+    let name = names.join(".");
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    (!name.is_empty() && name.len() <= 64 && name.bytes().all(is_plain)).then_some(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn error_names_the_member_that_cannot_be_decoded() {
+        use exec_server_protocol::process::StartParams;
+        for (text, expected) in [
+            (
+                r#"{"processId":"p","argv":["a"],"cwd":"/tmp","env":{},"tty":false}"#,
+                Some("cwd"),
+            ),
+            (
+                r#"{"processId":"p","argv":["a",1],"cwd":"file:///","env":{},"tty":false}"#,
+                Some("argv"),
+            ),
+            (
+                r#"{"processId":"p","argv":[],"cwd":"file:///","env":{"A":1},"tty":false}"#,
+                Some("env.A"),
+            ),
+            (
+                r#"{"processId":"p","argv":[],"cwd":"file:///","env":{},"tty":"no"}"#,
+                Some("tty"),
+            ),
+            (
+                r#"{"processId":"p","argv":[],"cwd":"file:///","env":{},"envPolicy":{"inherit":"most"}}"#,
+                Some("envPolicy.inherit"),
+            ),
+            (
+                r#"{"processId":"p","argv":[],"cwd":"file:///","env":{}}"#,
+                None,
+            ),
+            (r#"[1]"#, None),
+        ] {
+            let error = serde_json::from_str::<StartParams>(text).unwrap_err();
+            assert_eq!(
+                failed_member(text, &error).as_deref(),
+                expected,
+                "{text}: {error}"
+            );
         }
     }
 }

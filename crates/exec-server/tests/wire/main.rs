@@ -36,6 +36,7 @@ mod terminal;
 mod terminate;
 mod wait_for;
 mod watch;
+mod worked_session;
 
 /// The server binary, with only `PATH` in its environment.
 fn program() -> Command {
