@@ -140,6 +140,15 @@ pub trait ExecProcess: Send + Sync + fmt::Debug {
     /// [`WriteStatus`], not as an error.
     fn write(&self, bytes: Bytes) -> Reply<'_, WriteStatus>;
 
+    /// Whether [`close_stdin`](Self::close_stdin) can close the process's standard input.
+    ///
+    /// # Errors
+    ///
+    /// When the server cannot be asked.
+    fn can_close_stdin(&self) -> Reply<'_, bool> {
+        Box::pin(async { Ok(true) })
+    }
+
     /// Closes the process's standard input after all earlier writes; a terminal receives its
     /// end-of-file character.
     ///

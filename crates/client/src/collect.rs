@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use crate::backend::ExecProcess;
 use crate::error::ExecServerError;
 use crate::event::{ExecProcessEvent, ExecProcessEvents, ProcessExit};
+use crate::extension;
 
 /// Bytes in one write: enough to keep a pipe full, and few enough to detect early that the process
 /// has closed its input.
@@ -105,12 +106,16 @@ impl dyn ExecProcess + '_ {
     ///
     /// # Errors
     ///
-    /// Same as for [`output`](#method.output), or when the input cannot be closed.
+    /// Same as for [`output`](#method.output), or [`ExecServerError::Unsupported`], before anything is
+    /// written, when the server cannot close the input: the process would wait for its end.
     pub async fn communicate(
         &self,
         input: Bytes,
         options: CollectOptions,
     ) -> Result<ProcessOutput, ExecServerError> {
+        if !self.can_close_stdin().await? {
+            return Err(ExecServerError::Unsupported(extension::CLOSE_STDIN));
+        }
         let collecting = collect(self.events()?, options);
         // Concurrently: a process that blocks on writing its output would not read its input.
         tokio::pin!(collecting);

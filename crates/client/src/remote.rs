@@ -459,6 +459,10 @@ impl RemoteShared {
         Ok(WriteStatus::Accepted)
     }
 
+    async fn can_close_stdin(&self) -> Result<bool, ExecServerError> {
+        Ok(self.details.tty || self.client.supports(extension::CLOSE_STDIN).await?)
+    }
+
     async fn close_stdin(&self) -> Result<WriteStatus, ExecServerError> {
         if !self.client.supports(extension::CLOSE_STDIN).await? {
             if self.details.tty {
@@ -700,6 +704,10 @@ impl ExecProcess for RemoteProcess {
 
     fn write(&self, bytes: Bytes) -> Reply<'_, WriteStatus> {
         Box::pin(self.inner.write(bytes))
+    }
+
+    fn can_close_stdin(&self) -> Reply<'_, bool> {
+        Box::pin(self.inner.can_close_stdin())
     }
 
     fn close_stdin(&self) -> Reply<'_, WriteStatus> {

@@ -1,6 +1,7 @@
 //! Local machine as an environment, without a server.
 
 use exec_server_engine::{Engine, host};
+use exec_server_protocol::PathUri;
 use exec_server_protocol::capability::{DiscoveredRoot, RootParams};
 use exec_server_protocol::environment::EnvironmentInfo;
 
@@ -15,7 +16,10 @@ pub(super) struct LocalMachine {
 
 impl LocalMachine {
     pub(super) fn new(engine: Engine) -> Self {
-        let info = host::describe(&engine.executor().config().environment);
+        let mut info = host::describe(&engine.executor().config().environment);
+        // As a server reports the directory that it was started in.
+        let current = std::path::absolute(".").ok();
+        info.cwd = current.and_then(|path| PathUri::from_native(&path).ok());
         Self { engine, info }
     }
 

@@ -21,6 +21,7 @@ mod provisioning;
 mod registry;
 mod resolved_roots;
 mod roots;
+mod run;
 mod source;
 mod step;
 

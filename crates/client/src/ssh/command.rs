@@ -348,8 +348,7 @@ impl SshHost {
             if let Some(machine) = first.strip_prefix("missing ")
                 && !installed
             {
-                self.install(machine).await?;
-                installed = true;
+                installed = self.install(machine).await?;
                 continue;
             }
             self.take_state(&first)?;

@@ -1,7 +1,7 @@
 //! Find or upload the exec-server binary on the ssh host.
 
 use std::fs::File;
-use std::io::{self, Read as _};
+use std::io::{self, Read as _, Seek as _};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
@@ -9,8 +9,12 @@ use std::time::Duration;
 use exec_server_transport::stamp::Stamp;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
+use tokio::process::{Child, Command};
 
 use super::{SshError, SshHost, hex};
+
+/// How often the progress of an installation is reported.
+const PROGRESS_PERIOD: Duration = Duration::from_millis(200);
 
 /// Time limit for the start of a daemon, including the shutdown of an old one.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
@@ -20,7 +24,7 @@ const START: &str = r#"
 b="${XDG_CACHE_HOME:-$HOME/.cache}/exec-server/bin/$1"
 shift
 if [ -x "$b" ]; then exec "$b" daemon "$@"; fi
-echo "exec-server-ssh missing $(uname -s) $(uname -m)"
+echo "exec-server-ssh missing $(uname -s) $(uname -m)$(command -v gzip >/dev/null 2>&1 && echo " gzip")"
 "#;
 
 /// Script that executes the binary named by the caller.
@@ -48,7 +52,9 @@ cd "$d" || exit 71
 t=".$1.$$"
 trap "rm -f \"\$t\"" EXIT
 trap "exit 71" HUP INT TERM PIPE
-cat >"$t" || exit 71
+if [ "$4" = gzip ]; then gzip -dc >"$t" || exit 71
+else cat >"$t" || exit 71
+fi
 if [ "$(wc -c <"$t")" -ne "$3" ]; then
     echo "$(wc -c <"$t") of $3 bytes arrived" >&2
     exit 71
@@ -114,8 +120,7 @@ impl SshHost {
             match result.marked() {
                 Some(words) => match words.strip_prefix("missing ") {
                     Some(machine) if !installed => {
-                        self.install(machine).await?;
-                        installed = true;
+                        installed = self.install(machine).await?;
                     }
                     _ => return self.take_state(words),
                 },
@@ -147,14 +152,23 @@ impl SshHost {
         }
     }
 
-    /// Uploads the binary. `machine` is the output of `uname -s` and `uname -m` on the host.
-    pub(super) async fn install(&self, machine: &str) -> Result<(), SshError> {
-        let Some(path) = &self.inner.options.local_binary else {
+    /// Uploads the binary. `machine` is the output of `uname -s` and `uname -m` on the host, and
+    /// `gzip` if it has that program.
+    ///
+    /// Returns false if another binary was chosen instead, for the host's architecture: that one may be
+    /// installed there already.
+    pub(super) async fn install(&self, machine: &str) -> Result<bool, SshError> {
+        let options = &self.inner.options;
+        let local_binary = options.local_binary.as_ref();
+        let Some(path) = local_binary.filter(|_| options.installs) else {
             return Err(SshError::Missing { url: self.name() });
         };
         let binary = self.binary().await?;
         let there = RemotePlatform::parse_uname(machine);
         if there != binary.machine {
+            if self.choose_other(&there).await? {
+                return Ok(false);
+            }
             return Err(SshError::Architecture {
                 url: self.name(),
                 there: there.0,
@@ -162,6 +176,7 @@ impl SshHost {
                 binary: path.clone(),
             });
         }
+        let path = &binary.path;
         self.notice(&format!(
             "installing exec-server {} ({} MB) on {}",
             self.inner.options.version,
@@ -169,14 +184,41 @@ impl SshHost {
             self.name()
         ));
         let file = File::open(path).map_err(|source| unreadable(path, source))?;
+        // The other handle has the same position: it shows how much was read.
+        let mut position = file
+            .try_clone()
+            .map_err(|source| unreadable(path, source))?;
         let size = binary.bytes.to_string();
-        let args = [binary.name.as_str(), &binary.sha256, &size];
+        let mut args = vec![binary.name.as_str(), &binary.sha256, &size];
+        let has_gzip = machine.split_whitespace().any(|word| word == "gzip");
+        // Ends with its input, or when ssh does not read its output any more.
+        let mut compressing = has_gzip.then(|| compress(&file)).flatten();
+        let compressed = compressing.as_mut().and_then(|gzip| gzip.stdout.take());
+        let stdin = match compressed.and_then(|output| output.into_owned_fd().ok()) {
+            Some(output) => {
+                args.push("gzip");
+                Stdio::from(output)
+            }
+            None => Stdio::from(file),
+        };
         // No time limit: ssh itself detects a stalled connection.
-        let result = self
-            .script(INSTALL, &args, Stdio::from(file), Duration::MAX)
-            .await?;
+        let sending = self.script(INSTALL, &args, stdin, Duration::MAX);
+        tokio::pin!(sending);
+        let mut ticks = tokio::time::interval(PROGRESS_PERIOD);
+        let result = loop {
+            tokio::select! {
+                result = &mut sending => break result,
+                _ = ticks.tick() => if let Some(progress) = &options.progress {
+                    progress(position.stream_position().unwrap_or(0), binary.bytes);
+                },
+            }
+        };
+        if let Some(progress) = &options.progress {
+            progress(binary.bytes, binary.bytes);
+        }
+        let result = result?;
         match (result.code(), result.marked()) {
-            (Some(0), Some("installed")) => Ok(()),
+            (Some(0), Some("installed")) => Ok(true),
             (Some(UNFIT), _) => Err(SshError::Unfit {
                 url: self.name(),
                 binary: path.clone(),
@@ -189,8 +231,36 @@ impl SshHost {
         }
     }
 
+    /// Chooses the binary for another architecture, if there is one.
+    async fn choose_other(&self, there: &RemotePlatform) -> Result<bool, SshError> {
+        let options = &self.inner.options;
+        let Some(directory) = &options.other_binaries else {
+            return Ok(false);
+        };
+        let Some(architecture) = there.0.strip_prefix("Linux ") else {
+            return Ok(false);
+        };
+        let path = directory.join(format!("exec-server-{architecture}"));
+        let version = options.version.clone();
+        let read = tokio::task::spawn_blocking({
+            let path = path.clone();
+            move || InstallBinary::read(&path, &version)
+        });
+        match read.await.map_err(io::Error::other).and_then(|read| read) {
+            // Only once: what was chosen is not replaced.
+            Ok(binary) => {
+                Ok(binary.machine == *there && self.inner.other_binary.set(binary).is_ok())
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(source) => Err(unreadable(&path, source)),
+        }
+    }
+
     /// The binary to install; read once.
     async fn binary(&self) -> Result<&InstallBinary, SshError> {
+        if let Some(other) = self.inner.other_binary.get() {
+            return Ok(other);
+        }
         let find_binary = async || {
             let (path, version) = match &self.inner.options.local_binary {
                 Some(path) => (path.clone(), self.inner.options.version.clone()),
@@ -207,6 +277,18 @@ impl SshHost {
         };
         self.inner.binary.get_or_try_init(find_binary).await
     }
+}
+
+/// Starts `gzip` on a file; `None` if this machine has none.
+fn compress(file: &File) -> Option<Child> {
+    let input = file.try_clone().ok()?;
+    let mut gzip = Command::new("gzip");
+    gzip.args(["-c", "-3"])
+        .stdin(input)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .kill_on_drop(true);
+    gzip.spawn().ok()
 }
 
 fn unreadable(path: &Path, source: io::Error) -> SshError {
@@ -228,6 +310,7 @@ pub(super) fn stamp(path: Option<&Path>) -> Result<String, SshError> {
 /// Binary to install.
 #[derive(Debug)]
 pub(super) struct InstallBinary {
+    path: PathBuf,
     /// File name on the host, unique for the content.
     name: String,
     sha256: String,
@@ -259,6 +342,7 @@ impl InstallBinary {
             .filter(|c| c.is_ascii_alphanumeric() || ".-+".contains(*c))
             .collect();
         Ok(Self {
+            path: path.to_owned(),
             name: format!("exec-server-{version}-{}", &sha256[..16]),
             sha256,
             bytes,

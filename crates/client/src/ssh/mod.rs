@@ -72,6 +72,9 @@ pub struct SshOptions {
     pub remote_binary: Option<String>,
     /// Local binary to install on the host if it is not installed yet.
     pub local_binary: Option<PathBuf>,
+    /// Whether to install the local binary if it is missing on the host; otherwise connecting fails
+    /// with [`SshError::Missing`].
+    pub installs: bool,
     /// Version of the local binary, which becomes part of its file name on the host.
     pub version: String,
     /// Local directory for sockets. It is created if missing, and rejected if other users can
@@ -88,7 +91,15 @@ pub struct SshOptions {
     pub daemon_idle: Option<Duration>,
     /// Receives notices about slow operations and problems.
     pub notice: Option<NoticeFn>,
+    /// Directory with executables `exec-server-ARCH` to install on hosts of other architectures than
+    /// that of the local binary, such as `exec-server-aarch64`.
+    pub other_binaries: Option<PathBuf>,
+    /// Receives the bytes of the local binary that were sent, and all of them, while it is installed.
+    pub progress: Option<UploadProgressFn>,
 }
+
+/// Callback for the progress of an installation: bytes sent, and bytes in all.
+pub type UploadProgressFn = Arc<dyn Fn(u64, u64) + Send + Sync>;
 
 impl SshOptions {
     /// Default options for a host: the system's ssh, without prompts or installation, and with
@@ -101,6 +112,7 @@ impl SshOptions {
             interactive: false,
             remote_binary: None,
             local_binary: None,
+            installs: true,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             directory: directory.into(),
             share: true,
@@ -108,6 +120,8 @@ impl SshOptions {
             connect_timeout: Duration::from_secs(10),
             daemon_idle: None,
             notice: None,
+            other_binaries: None,
+            progress: None,
         }
     }
 }
@@ -119,6 +133,7 @@ impl fmt::Debug for SshOptions {
             .field("options", &self.options)
             .field("remote_binary", &self.remote_binary)
             .field("local_binary", &self.local_binary)
+            .field("installs", &self.installs)
             .finish_non_exhaustive()
     }
 }
@@ -162,6 +177,8 @@ struct SshShared {
     remembered: PathBuf,
     /// Binary to install; read when it is first needed.
     binary: OnceCell<install::InstallBinary>,
+    /// Binary to install instead, on a host of another architecture.
+    other_binary: OnceCell<install::InstallBinary>,
     /// Whether a connection was opened. After that ssh must not prompt, because the user may no
     /// longer be at the terminal.
     connected: AtomicBool,
@@ -195,6 +212,7 @@ impl SshHost {
             socket: file(&format!("-{}.sock", &build[..8])),
             remembered: file(&format!("-{}.cwd", &build[..8])),
             binary: OnceCell::new(),
+            other_binary: OnceCell::new(),
             connected: AtomicBool::new(false),
             options,
         };
