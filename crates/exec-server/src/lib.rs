@@ -3,6 +3,19 @@
 //! This crate re-exports, name by name, what embedders use of the other crates: the most used types
 //! at its root, the others in a module for each subject.
 //!
+//! Three lines run a command, on this machine (`local`), at a URL, or in a configured environment:
+//!
+//! ```no_run
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! let machine = exec_server::connect("local").await?;
+//! let output = machine.run(["echo", "hello"]).await?;
+//! assert_eq!(output.stdout, b"hello\n");
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! With a server in the same program:
+//!
 //! ```no_run
 //! use exec_server::{CollectOptions, ExecBackend, ExecServer, ExecServerConfig, in_process};
 //! use exec_server::protocol::process::StartParams;
@@ -24,6 +37,9 @@
 //! ```
 
 pub mod cli;
+mod connect;
+
+pub use connect::{ConnectToError, connect};
 
 pub use exec_server_client::{
     CollectOptions, ConnectionState, ConnectionStates, Dial, DialError, DialledLink, Environment,

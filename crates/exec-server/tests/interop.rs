@@ -225,6 +225,43 @@ async fn our_client_starts_processes_on_the_real_server() {
     assert_eq!(error.code(), Some(-32603));
 }
 
+/// The real server cannot end a command's input.
+#[tokio::test]
+async fn run_does_not_wait_for_an_end_of_input_that_cannot_come() {
+    let real = RealServer::new().await;
+    let process = real.sh("p", "cat").await;
+    let communicated = process.communicate(Bytes::from_static(b"hi"), CollectOptions::default());
+    let error = communicated.await.unwrap_err();
+    assert!(matches!(error, ExecServerError::Unsupported(_)), "{error}");
+    let run = format!(
+        "{} run --url {}",
+        env!("CARGO_BIN_EXE_exec-server"),
+        real.server.url()
+    );
+    for (line, code, says) in [
+        (
+            format!("echo hi | {run} -- cat"),
+            125,
+            "pass -t for a terminal, or -n",
+        ),
+        (format!("echo hi | {run} -n -- echo ran"), 0, "ran"),
+        (format!("true | {run} -- cat"), 0, ""),
+        (format!("{run} -- cat </dev/null"), 0, ""),
+        (format!("{run} -- echo ran < <(sleep 2)"), 0, "ran"),
+    ] {
+        let shell = tokio::process::Command::new("bash")
+            .args(["-c", &line])
+            .kill_on_drop(true)
+            .output();
+        let output = tokio::time::timeout(Duration::from_secs(60), shell).await;
+        let output = output.expect(&line).unwrap();
+        let printed = [output.stdout, output.stderr].concat();
+        let printed = String::from_utf8_lossy(&printed);
+        assert_eq!(output.status.code(), Some(code), "{line}: {printed}");
+        assert!(printed.contains(says), "{line}: {printed}");
+    }
+}
+
 #[tokio::test]
 async fn our_client_writes_and_signals_on_the_real_server() {
     let real = RealServer::new().await;

@@ -6,6 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, bail};
 use exec_server_client::RemoteExecServerConnectArgs;
@@ -15,6 +16,7 @@ use exec_server_service::auth::{
 use exec_server_service::{AdmissionRules, ListenUrl};
 use exec_server_transport::Secret;
 use exec_server_transport::forwarded::TrustedProxies;
+use exec_server_transport::time::parse_utc;
 use exec_server_transport::tls::{TlsServer, TlsServerFiles};
 
 use super::args::ServerArgs;
@@ -23,12 +25,33 @@ use super::settings::{Settings, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, variable};
 /// Name of a token whose setting has no name.
 const UNNAMED: &str = "token";
 
-/// Loads the authentication rules for clients, including the files that hold secrets.
-pub(super) fn rules(settings: &Settings) -> anyhow::Result<AdmissionRules> {
+/// What a token file that does not exist, or is empty, means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum MissingToken {
+    /// A mistake in the settings.
+    Error,
+    /// The token was revoked, while the server ran.
+    Revoked,
+}
+
+/// The files with settings and secrets of authentication that a server reads again when they change.
+pub(super) fn watched_files(settings: &Settings) -> Vec<PathBuf> {
+    let tokens = settings.list("auth.token_files").into_iter();
+    let tokens = tokens.map(|given| token_file(given).to_owned());
+    tokens
+        .chain(settings.path("auth.shared_secret_file"))
+        .chain(settings.file.clone())
+        // What `/dev/fd` shows can be read only once.
+        .filter(|path| !path.starts_with("/dev"))
+        .collect()
+}
+
+/// The authentication rules for clients. Reads the files that hold secrets.
+pub(super) fn rules(settings: &Settings, missing: MissingToken) -> anyhow::Result<AdmissionRules> {
     let allowed_origins = settings.list("auth.allow_origins");
     let trusted_proxies = TrustedProxies::parse(settings.list("auth.trusted_proxies"));
     Ok(AdmissionRules {
-        auth: auth(settings)?,
+        auth: auth(settings, missing)?,
         allowed_origins: allowed_origins.into_iter().map(str::to_owned).collect(),
         trusted_proxies: trusted_proxies.context("`auth.trusted_proxies`")?,
         // Client certificates count as authentication, too.
@@ -37,7 +60,7 @@ pub(super) fn rules(settings: &Settings) -> anyhow::Result<AdmissionRules> {
     })
 }
 
-fn auth(settings: &Settings) -> anyhow::Result<Auth> {
+fn auth(settings: &Settings, missing: MissingToken) -> anyhow::Result<Auth> {
     let given = |names: &[&str]| names.iter().any(|name| settings.is_set(name));
     let capability = given(&["auth.token_files", "auth.token_sha256"]);
     let signed = given(&[
@@ -59,7 +82,7 @@ fn auth(settings: &Settings) -> anyhow::Result<Auth> {
                      `--ws-max-clock-skew-seconds` require `--ws-auth signed-bearer-token`"
                 );
             }
-            tokens(settings).map(Auth::Capability)
+            tokens(settings, missing).map(Auth::Capability)
         }
         Some(_) => {
             if capability {
@@ -91,7 +114,7 @@ fn auth(settings: &Settings) -> anyhow::Result<Auth> {
     }
 }
 
-fn tokens(settings: &Settings) -> anyhow::Result<Vec<CapabilityToken>> {
+fn tokens(settings: &Settings, missing: MissingToken) -> anyhow::Result<Vec<CapabilityToken>> {
     let files = settings.list("auth.token_files");
     let hashes = settings.list("auth.token_sha256");
     if files.is_empty() && hashes.is_empty() {
@@ -113,25 +136,26 @@ fn tokens(settings: &Settings) -> anyhow::Result<Vec<CapabilityToken>> {
     }
     let mut tokens = Vec::new();
     for given in files {
-        let (name, path, scopes) = split(given);
-        let token = secret(Path::new(path))?;
-        let scopes = scopes_of(given, scopes)?;
-        tokens.push(CapabilityToken::new(
-            name.unwrap_or(UNNAMED),
-            &token,
-            scopes,
-        ));
+        let (name, path, limits) = split(given);
+        let token = match secret(Path::new(path)) {
+            Ok(token) => token,
+            Err(error) if missing == MissingToken::Revoked => {
+                tracing::warn!("the token {given} is revoked: {error:#}");
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        let (scopes, expires) = limits_of(given, limits)?;
+        let token = CapabilityToken::new(name.unwrap_or(UNNAMED), &token, scopes);
+        tokens.push(token.until(expires));
     }
     for given in hashes {
-        let (name, hex, scopes) = split(given);
+        let (name, hex, limits) = split(given);
         let hash =
             digest(hex).context("--ws-token-sha256 must be a 64-character hex SHA-256 digest")?;
-        let scopes = scopes_of(given, scopes)?;
-        tokens.push(CapabilityToken::hashed(
-            name.unwrap_or(UNNAMED),
-            hash,
-            scopes,
-        ));
+        let (scopes, expires) = limits_of(given, limits)?;
+        let token = CapabilityToken::hashed(name.unwrap_or(UNNAMED), hash, scopes);
+        tokens.push(token.until(expires));
     }
     Ok(tokens)
 }
@@ -155,11 +179,31 @@ pub(super) fn token_file(given: &str) -> &Path {
     Path::new(split(given).1)
 }
 
-fn scopes_of(given: &str, scopes: Option<&str>) -> anyhow::Result<Scopes> {
-    match scopes {
-        None => Ok(Scopes::ALL),
-        Some(scopes) => scopes.parse().with_context(|| format!("`{given}`")),
-    }
+/// Scopes and expiry of a token: `SCOPE,SCOPE,until=TIME`, each of which can be left out.
+fn limits_of(given: &str, limits: Option<&str>) -> anyhow::Result<(Scopes, Option<SystemTime>)> {
+    const UNTIL: &str = "until=";
+    let words = limits.unwrap_or_default().split([',', ' ']);
+    let (times, scopes): (Vec<&str>, Vec<&str>) = words
+        .filter(|word| !word.is_empty())
+        .partition(|word| word.starts_with(UNTIL));
+    let scopes = match (limits, &scopes[..], &times[..]) {
+        (None, _, _) | (_, [], [_, ..]) => Scopes::ALL,
+        _ => scopes
+            .join(",")
+            .parse()
+            .with_context(|| format!("`{given}`"))?,
+    };
+    let expires = match times[..] {
+        [] => None,
+        [time] => {
+            let seconds = parse_utc(&time[UNTIL.len()..]).with_context(|| {
+                format!("`{given}`: `{time}` is no time; write 2027-01-31 or 2027-01-31T12:00:00Z")
+            })?;
+            UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
+        }
+        _ => bail!("`{given}`: a token has one `until=`"),
+    };
+    Ok((scopes, expires))
 }
 
 fn digest(hex: &str) -> Option<[u8; 32]> {
@@ -231,13 +275,26 @@ pub(super) fn tls_identity(
     files: TlsFiles,
     addresses: &[SocketAddr],
 ) -> anyhow::Result<Arc<TlsServer>> {
+    let self_signed = files.self_signed;
+    let server = make_identity(files, addresses)?;
+    if self_signed {
+        eprintln!("tls pin: {}", server.pin());
+    }
+    Ok(Arc::new(server))
+}
+
+/// The identity for these addresses, without printing its pin.
+pub(super) fn make_identity(
+    files: TlsFiles,
+    addresses: &[SocketAddr],
+) -> anyhow::Result<TlsServer> {
     let TlsFiles {
         cert,
         key,
         client_ca,
         self_signed,
     } = files;
-    let server = match (cert, key) {
+    Ok(match (cert, key) {
         (Some(cert), Some(key)) => {
             if self_signed && !cert.exists() && !key.exists() {
                 let (made, secret) = make_certificate(addresses)?;
@@ -260,11 +317,7 @@ pub(super) fn tls_identity(
             )
         }
         _ => bail!("`--tls-cert` and `--tls-key` belong together"),
-    };
-    if self_signed {
-        eprintln!("tls pin: {}", server.pin());
-    }
-    Ok(Arc::new(server))
+    })
 }
 
 /// Creates a self-signed certificate for this machine, and its key.
@@ -366,6 +419,8 @@ fn set(name: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use exec_server_service::auth::Scope;
+
     use super::*;
 
     #[test]
@@ -377,7 +432,21 @@ mod tests {
             split("ci=/run/ci:exec,fs:read"),
             (Some("ci"), "/run/ci", Some("exec,fs:read"))
         );
-        assert!(scopes_of("x", Some("exec,root")).is_err());
+        assert!(limits_of("x", Some("exec,root")).is_err());
+        let until = Some(UNIX_EPOCH + Duration::from_secs(1_800_000_000));
+        let exec = Scopes::NONE.with(Scope::Exec);
+        for (limits, expected) in [
+            (None, (Scopes::ALL, None)),
+            (Some("until=2027-01-15T08:00:00Z"), (Scopes::ALL, until)),
+            (Some("exec,until=2027-01-15T08:00:00Z"), (exec, until)),
+            (Some("exec"), (exec, None)),
+            (Some(""), (Scopes::NONE, None)),
+        ] {
+            assert_eq!(limits_of("x", limits).unwrap(), expected, "{limits:?}");
+        }
+        for limits in ["until=tomorrow", "until=2027-01-15,until=2027-01-16"] {
+            assert!(limits_of("x", Some(limits)).is_err(), "{limits}");
+        }
     }
 
     #[test]

@@ -41,8 +41,8 @@ pub(super) use target::{DaemonArgs, ServerArgs, SshArgs};
 #[command(after_help = "Examples:
   exec-server run -- make test                   run a command on this machine
   exec-server run --on ssh://build -- make test  on a machine with an sshd
-  exec-server serve                              serve this machine; prints a URL
-  exec-server run --url URL -- bash              open a shell on a served machine
+  exec-server serve                              serve this machine, to yourself
+  exec-server run --on serve -- bash             open a shell on that server
   exec-server cp -r src ssh://build:/srv         copy a directory there
 
 `exec-server COMMAND -h` shows a command's options, --help all about it.")]
@@ -202,6 +202,16 @@ Environments are stored in `environments.toml`, in EXEC_SERVER_HOME or
     /// `ssh://` uses it on the remote machine. It outlives the connection and ends by itself when it
     /// has no connections, sessions and processes for the time of --idle.
     Daemon(DaemonArgs),
+    /// Create token, certificate, settings and service of a server for other machines
+    #[command(after_help = "Examples:
+  exec-server init                                   on wss://0.0.0.0:4600
+  exec-server init --listen wss://10.0.0.7:4600 --host build.example
+
+Prints the command that starts the server, and the line to paste on the other
+machine. As root it creates /etc/exec-server/network.toml and a unit of the
+system, else `server/network.toml` beside environments.toml and a unit of this
+user. It replaces no file.")]
+    Init(InitArgs),
     /// Create, sign and inspect access tokens
     #[command(subcommand)]
     Token(TokenCommand),
@@ -215,7 +225,11 @@ Environments are stored in `environments.toml`, in EXEC_SERVER_HOME or
     /// Check which sandbox features this machine supports
     ///
     /// Prints how to enable the others.
-    #[command(after_help = "Exit codes: 0 all features can be used, 1 some cannot.")]
+    #[command(after_help = "Examples:
+  exec-server doctor
+  exec-server doctor --on build          of another machine; all connection options: --help
+
+Exit codes: 0 all features can be used, 1 some cannot.")]
     Doctor(DoctorArgs),
     /// Run a rendezvous server: a relay for machines behind NAT
     ///
@@ -246,7 +260,7 @@ encrypted end to end: the server sees who communicates with whom, when and how
 much, but no content.
 
 The token file has one line per token: NAME ROLES TOKEN [ENVIRONMENTS]
-[tenant=TENANT]. ROLES are executor, harness and admin, separated by commas;
+[tenant=TENANT] [until=TIME]. ROLES are executor, harness and admin, separated by commas;
 TOKEN is `sha256:` and the hash of the token, or the token itself; ENVIRONMENTS
 are ids or prefixes with a `*`. Tenants cannot see each other; the default tenant
 is `default`, and an admin with `tenant=*` administers all of them. The file is
@@ -450,18 +464,41 @@ pub(super) struct EnvAddArgs {
     pub(super) program: Vec<String>,
 }
 
+// Options of `init`.
+#[derive(Debug, clap::Args)]
+pub(super) struct InitArgs {
+    /// Listen on this `wss://IP:PORT`
+    #[arg(long, value_name = "URL", default_value = "wss://0.0.0.0:4600")]
+    pub(super) listen: String,
+
+    /// Use this name of the machine in the printed line [default: its own]
+    #[arg(long, value_name = "HOST")]
+    pub(super) host: Option<String>,
+
+    /// Create all files in this directory
+    #[arg(long, value_name = "DIR")]
+    pub(super) directory: Option<PathBuf>,
+}
+
 // Subcommands of `token`.
 #[derive(Debug, Subcommand)]
 #[command(defer = true)]
 pub(super) enum TokenCommand {
     /// Create a random token
     ///
-    /// Prints the token on standard output, or writes it to a file. Prints its SHA-256, which is all
-    /// that a server needs, on standard error.
+    /// Prints the token on standard output and its SHA-256, which is all that a server needs, on
+    /// standard error. With --out, prints the SHA-256 on standard output.
+    #[command(after_help = "Example:
+  exec-server token new --out ci.token       prints the hash for --ws-token-sha256")]
     New {
         /// Write the token to this new file, mode 0600, instead of standard output
         #[arg(long, value_name = "FILE")]
         out: Option<PathBuf>,
+    },
+    /// Print the SHA-256 of a token, which is all that a server needs
+    Hash {
+        /// Read the token from this file [default: standard input]
+        file: Option<PathBuf>,
     },
     /// Sign a token with a shared secret
     #[command(after_help = "Example:
@@ -640,6 +677,9 @@ pub(super) struct DoctorArgs {
     /// Print JSON
     #[arg(long)]
     pub(super) json: bool,
+
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
 }
 
 // Options of `ps`.

@@ -1,14 +1,19 @@
 //! `exec-server doctor`: which sandbox features this machine has, and how to enable the rest.
 
+use std::io::Write as _;
 use std::process::ExitCode;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
+use exec_server_client::{CollectOptions, ExecBackend as _};
 use exec_server_executor::fs::watch::{self, InotifyLimits};
+use exec_server_protocol::process::{EnvPolicy, Inherit, StartParams};
 use exec_server_sandbox::host::{self, HostFeatures};
 use serde_json::json;
 
 use super::args::DoctorArgs;
-use super::print;
+use super::on::{self, CommandLocation, RemoteMachine};
+use super::table::visible;
+use super::{print, runtime};
 
 /// One feature that was checked.
 struct Finding {
@@ -22,7 +27,23 @@ struct Finding {
     fixes: Vec<String>,
 }
 
+/// Finds the program on another machine, as its server, in `PATH` or installed by `ssh://`, and runs it.
+const REMOTE: &str = r#"
+for b in "/proc/$PPID/exe" "$(command -v exec-server)" \
+    $(ls -t "${XDG_CACHE_HOME:-$HOME/.cache}"/exec-server/bin/exec-server-* 2>/dev/null); do
+    if [ -x "$b" ]; then exec "$b" doctor "$@"; fi
+done
+exit 127
+"#;
+
 pub(super) fn run(args: &DoctorArgs) -> anyhow::Result<ExitCode> {
+    // Without these options this machine is meant, also if there is a default environment.
+    if args.server.on.is_some() || args.server.url.is_some() {
+        let place = on::resolve(&args.server)?;
+        if let CommandLocation::There(there) = place {
+            return runtime()?.block_on(examine_remote(args, &there));
+        }
+    }
     let host =
         exec_server_executor::sandbox::examine(None).context("cannot examine this machine")?;
     let mut findings = findings(&host);
@@ -47,6 +68,39 @@ pub(super) fn run(args: &DoctorArgs) -> anyhow::Result<ExitCode> {
     } else {
         ExitCode::FAILURE
     })
+}
+
+/// Runs this command on another machine.
+async fn examine_remote(args: &DoctorArgs, there: &RemoteMachine) -> anyhow::Result<ExitCode> {
+    let client = there.connect().await?;
+    let cwd = match client.environment_info().await {
+        Ok(info) => info.cwd.clone(),
+        Err(_) => None,
+    };
+    let mut argv = ["sh", "-c", REMOTE, "exec-server"]
+        .map(str::to_owned)
+        .to_vec();
+    argv.extend(args.json.then(|| "--json".to_owned()));
+    let params = StartParams {
+        process_id: format!("doctor-{}", std::process::id()),
+        argv,
+        cwd: cwd.unwrap_or_default(),
+        env_policy: Some(EnvPolicy::unfiltered(Inherit::All)),
+        ..StartParams::default()
+    };
+    let started = client.start(params).await?;
+    let output = started.process.output(CollectOptions::default()).await?;
+    let _ = client.leave().await;
+    let code = output.exit.map_or(1, |exit| exit.exit_code);
+    if code == 127 {
+        bail!(
+            "there is no exec-server program on `{}` that this user of it can run",
+            visible(&there.name)
+        );
+    }
+    print(&output.stdout)?;
+    let _ = std::io::stderr().write_all(&output.stderr);
+    Ok(ExitCode::from(u8::try_from(code).unwrap_or(1)))
 }
 
 /// Which policies this machine can enforce, as one word and as a sentence.

@@ -3,6 +3,7 @@
 mod access;
 mod args;
 mod codex;
+mod completions;
 mod config;
 mod daemon;
 mod doctor;
@@ -11,6 +12,7 @@ mod error;
 mod fleet;
 mod forward;
 mod fs;
+mod init;
 mod issuer;
 mod kill;
 mod lifecycle;
@@ -23,13 +25,15 @@ mod overview;
 mod own_socket;
 mod parse;
 mod ps;
+#[cfg(test)]
+mod reference;
 mod registry;
 mod remote;
 mod rendezvous;
 mod run;
 mod sandbox;
 mod serve;
-mod settings;
+pub(crate) mod settings;
 mod ssh;
 mod status;
 mod systemd;
@@ -78,6 +82,7 @@ pub fn main() -> ExitCode {
         CliCommand::McpProxy(args) => mcp::run_proxy(*args),
         CliCommand::Rendezvous(args) => rendezvous::run(*args),
         CliCommand::Fleet(args) => fleet::run(&args),
+        CliCommand::Init(args) => init::run(&args),
         CliCommand::Token(command) => token::run(command),
         CliCommand::Config(command) => config::run(&command),
         CliCommand::Daemon(args) => daemon::run(args),
@@ -85,11 +90,7 @@ pub fn main() -> ExitCode {
         CliCommand::Man { out } => man(out.as_deref()),
         CliCommand::InstallAsCodex { directory, force } => codex::install(&directory, force),
         CliCommand::Doctor(args) => doctor::run(&args),
-        CliCommand::Completions { shell } => {
-            let mut script = Vec::new();
-            clap_complete::generate(shell, &mut CliArgs::command(), "exec-server", &mut script);
-            print(&script).map(|()| ExitCode::SUCCESS)
-        }
+        CliCommand::Completions { shell } => completions::run(shell),
     };
     match outcome {
         Ok(code) => code,

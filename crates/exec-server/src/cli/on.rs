@@ -30,7 +30,7 @@ use super::settings::variable;
 use super::{access, own_socket, registry, ssh};
 
 /// Name of the server that `exec-server serve` runs for this user.
-const OWN_SERVER: &str = "serve";
+pub(super) const OWN_SERVER: &str = "serve";
 
 /// How long a command tries to reconnect while nothing listens at the address of the server: long
 /// enough for a tunnel that is being restored. A server that has ended does not keep the session.

@@ -12,7 +12,9 @@ const GROUPS: [(&str, &[&str]); 4] = [
     ("Use", &["run", "ps", "kill", "cp", "fs", "env"]),
     (
         "Serve",
-        &["serve", "daemon", "token", "config", "status", "doctor"],
+        &[
+            "serve", "daemon", "init", "token", "config", "status", "doctor",
+        ],
     ),
     ("Reach", &["rendezvous", "fleet", "forward"]),
     ("Agents", &["mcp", "mcp-proxy"]),
@@ -56,8 +58,8 @@ To begin with:
   exec-server run -- make test                     run a command on this machine
   exec-server run --on ssh://HOST -- bash          open a shell on a machine with an sshd
   exec-server cp -r src ssh://HOST:/tmp            copy a directory there
-  exec-server serve                                serve this machine; prints its URL
-  exec-server run --url URL -- make test           run a command on a served machine
+  exec-server serve                                serve this machine, to yourself
+  exec-server run --on serve -- make test          run a command on that server
 
 `exec-server -h` lists all commands.
 "

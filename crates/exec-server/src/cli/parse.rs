@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser};
 
 use super::args::{CliArgs, CliCommand, RunArgs};
-use super::{codex, overview};
+use super::{codex, completions, overview};
 
 /// The commands alone, without the options of `serve` at the top level.
 ///
@@ -57,6 +57,9 @@ impl CliCommand {
             return parsed;
         }
         let first = arguments.get(1).cloned().unwrap_or_default();
+        if first == completions::COMMAND {
+            return Err(completions::answer(&arguments[2..]));
+        }
         if (first == "run" || first == "exec")
             && let Ok(only) = RunOnly::try_parse_from(&arguments[1..])
         {

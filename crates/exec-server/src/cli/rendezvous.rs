@@ -178,7 +178,7 @@ impl RendezvousPaths {
                 TokenRole::Admin => tenants::ALL,
                 _ => tenants::DEFAULT,
             };
-            text.push_str(&line(role.name(), &[role], &token, &[], tenant));
+            text.push_str(&line(role.name(), &[role], &token, &[], tenant, None));
         }
         access::write_new(&self.tokens, &text, 0o600)
     }
@@ -231,6 +231,7 @@ fn line(
     token: &Secret,
     environments: &[String],
     tenant: &str,
+    until: Option<&str>,
 ) -> String {
     let roles: Vec<_> = roles.iter().map(|role| role.name()).collect();
     let hash = hex(Sha256::digest(token.expose()));
@@ -242,6 +243,10 @@ fn line(
     if tenant != tenants::DEFAULT {
         line.push_str(" tenant=");
         line.push_str(tenant);
+    }
+    if let Some(until) = until {
+        line.push_str(" until=");
+        line.push_str(until);
     }
     line.push('\n');
     line
@@ -281,6 +286,7 @@ fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCo
         &token,
         &add.environment,
         &add.tenant,
+        add.until.as_deref(),
     ));
     // Fails if a token of that name exists.
     let path = paths.tokens.display();
@@ -743,14 +749,14 @@ mod tests {
         let token = Secret::from("t");
         let patterns = ["a-*".to_owned(), "b".to_owned()];
         let roles = [TokenRole::Executor, TokenRole::Harness];
-        let tokens: Tokens = line("x", &roles, &token, &patterns, "default")
+        let tokens: Tokens = line("x", &roles, &token, &patterns, "default", None)
             .parse()
             .unwrap();
         assert!(tokens.still_allows("x", TokenRole::Executor, "a-1"));
         assert!(tokens.still_allows("x", TokenRole::Harness, "b"));
         assert!(!tokens.still_allows("x", TokenRole::Admin, "b"));
         assert!(!tokens.still_allows("x", TokenRole::Harness, "c"));
-        let tokens: Tokens = line("x", &roles, &token, &patterns, "acme")
+        let tokens: Tokens = line("x", &roles, &token, &patterns, "acme", Some("2027-01-31"))
             .parse()
             .unwrap();
         assert!(tokens.still_allows("x", TokenRole::Harness, "acme/b"));

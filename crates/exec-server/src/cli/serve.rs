@@ -14,12 +14,15 @@ use exec_server_service::{
     ConnectionGuard, ExecServer, ListenUrl, Listener, SessionLifetime, metrics,
 };
 use exec_server_sys::{memory, own};
+use exec_server_transport::stamp::Stamp;
 use exec_server_transport::stdio;
 use exec_server_transport::tls::TlsServer;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::MissedTickBehavior;
 
+use super::access::MissingToken;
 use super::args::ServeArgs;
 use super::daemon::IdleDetector;
 use super::error::notice;
@@ -27,6 +30,9 @@ use super::log::{self, LogControl};
 use super::remote::HiddenKeys;
 use super::settings::{self, Settings};
 use super::{access, remote, systemd};
+
+/// How often settings and tokens are checked for changes: a removed token is refused within a second.
+const TOKEN_PERIOD: Duration = Duration::from_millis(500);
 
 /// How often certificates are checked for changes.
 const CERTIFICATE_PERIOD: Duration = Duration::from_secs(5);
@@ -141,7 +147,8 @@ async fn serve(
         return Ok(None);
     }
     let urls = settings.listen()?;
-    let rules = access::rules(&settings)?;
+    let watched = WatchedFiles::new(&settings);
+    let rules = access::rules(&settings, MissingToken::Error)?;
     if urls == [ListenUrl::Stdio] {
         if rules.auth.is_required() {
             bail!("WebSocket auth requires a WebSocket listener, not stdio");
@@ -185,6 +192,7 @@ async fn serve(
         setup,
         server: server.clone(),
         listen: listened(&settings),
+        watched,
     };
     let upkeep = tokio::spawn(upkeep.run(hangup));
     systemd::notify("READY=1");
@@ -343,11 +351,40 @@ struct ServerUpkeep {
     server: ExecServer,
     /// The configured listeners, to detect changes at a reload.
     listen: Vec<String>,
+    /// Settings and tokens.
+    watched: WatchedFiles,
+}
+
+/// Files that are read again when they change.
+struct WatchedFiles(Vec<(PathBuf, Option<Stamp>)>);
+
+impl WatchedFiles {
+    fn new(settings: &Settings) -> Self {
+        let paths = access::watched_files(settings).into_iter();
+        let stamped = |path: PathBuf| {
+            let stamp = Stamp::of(&path).ok();
+            (path, stamp)
+        };
+        Self(paths.map(stamped).collect())
+    }
+
+    /// Whether one of them was changed, created or removed since the last call.
+    fn have_changed(&mut self) -> bool {
+        let mut changed = false;
+        for (path, stamp) in &mut self.0 {
+            let now = Stamp::of(path).ok();
+            changed |= *stamp != now;
+            *stamp = now;
+        }
+        changed
+    }
 }
 
 impl ServerUpkeep {
     /// Reloads changed settings, tokens and certificates; ends when it is aborted.
-    async fn run(self, mut hangup: Signal) {
+    async fn run(mut self, mut hangup: Signal) {
+        let mut tokens = tokio::time::interval(TOKEN_PERIOD);
+        tokens.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut certificates = tokio::time::interval(CERTIFICATE_PERIOD);
         let mut alive = tokio::time::interval(systemd::watchdog().unwrap_or(Duration::MAX));
         loop {
@@ -357,16 +394,24 @@ impl ServerUpkeep {
                     self.reload();
                     systemd::notify("READY=1");
                 }
+                _ = tokens.tick(), if !self.watched.0.is_empty() => {
+                    if self.watched.have_changed() {
+                        self.reload();
+                    }
+                }
                 _ = certificates.tick(), if self.setup.tls.is_some() => self.check_certificates(),
                 _ = alive.tick() => systemd::notify("WATCHDOG=1"),
             }
         }
     }
 
-    /// Reloads everything; after an error the old settings stay in force.
-    fn reload(&self) {
+    /// Reloads everything; an error leaves the old settings in force.
+    fn reload(&mut self) {
+        let mut watched = None;
         let outcome = Settings::resolve(&self.args).and_then(|settings| {
-            let rules = access::rules(&settings)?;
+            // Before they are read: a later change is noticed.
+            let stamps = WatchedFiles::new(&settings);
+            let rules = access::rules(&settings, MissingToken::Revoked)?;
             let config = settings.server()?;
             if self.setup.exposed && !settings.flag("auth.danger_no_auth") {
                 let proven = rules.auth.is_required()
@@ -387,11 +432,15 @@ impl ServerUpkeep {
             protect_files(&settings, self.directory.as_deref());
             self.setup.guard.set_rules(rules);
             self.server.set_limits(&config);
+            watched = Some(stamps);
             if listened(&settings) != self.listen {
                 tracing::warn!("a changed `listen` takes effect at the next start");
             }
             Ok(())
         });
+        if let Some(watched) = watched {
+            self.watched = watched;
+        }
         match outcome {
             Ok(()) => tracing::info!("reloaded settings, limits, tokens and certificates"),
             Err(error) => tracing::error!("cannot reload, nothing was changed: {error:#}"),
@@ -422,8 +471,8 @@ fn warn_about_root(settings: &Settings, listeners: &[Listener]) {
         return;
     }
     let url = listener.url();
-    // Printed instead of logged: by default the log contains errors only.
-    notice(&match settings.flag("auth.danger_no_auth") {
+    // Not a warning of the log, which shows errors only unless the settings say otherwise.
+    let text = match settings.flag("auth.danger_no_auth") {
         true => format!(
             "warning: every client that can reach {url} can run commands as root; use tokens \
              (--ws-auth capability-token)"
@@ -432,7 +481,11 @@ fn warn_about_root(settings: &Settings, listeners: &[Listener]) {
             "warning: every process of root on this machine can use {url} without a token; without \
              --listen, the server uses a private socket"
         ),
-    });
+    };
+    match settings.text("log.format") {
+        Some("json") => tracing::error!("{text}"),
+        _ => notice(&text),
+    }
 }
 
 /// Prints the URL of each listener on standard output, and nothing else.

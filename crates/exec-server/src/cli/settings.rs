@@ -80,11 +80,11 @@ impl fmt::Display for Origin {
 pub(super) struct Settings {
     values: BTreeMap<&'static str, (Value, Origin)>,
     /// Path of the settings file, if there is one.
-    file: Option<PathBuf>,
+    pub(super) file: Option<PathBuf>,
 }
 
 /// Value of an environment variable, if it is set and valid UTF-8.
-pub(super) fn variable(name: &str) -> Option<String> {
+pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
@@ -582,7 +582,7 @@ pub(super) fn names_of_one_login() -> Vec<OsString> {
 
 /// Environment of this program without its own settings; variables that are not valid UTF-8 are
 /// left out.
-pub(super) fn environment() -> BTreeMap<String, String> {
+pub(crate) fn environment() -> BTreeMap<String, String> {
     std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
         .filter(|(name, _)| !PRIVATE_VARIABLES.contains(&name.as_str()))

@@ -2,8 +2,10 @@
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use exec_server_protocol::process::TerminalSize;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::FileType;
 use rustix::termios::{self, OptionalActions, Termios};
 
@@ -33,6 +35,16 @@ pub(super) fn is_input_null() -> bool {
     };
     let is_device = FileType::from_raw_mode(input.st_mode) == FileType::CharacterDevice;
     is_device && input.st_rdev == null.st_rdev
+}
+
+/// Whether there is something to read on standard input, before this time is over.
+pub(super) fn has_input(patience: Duration) -> bool {
+    let stdin = rustix::stdio::stdin();
+    let patience = Timespec::try_from(patience).unwrap_or_default();
+    let mut files = [PollFd::from_borrowed_fd(stdin, PollFlags::IN)];
+    // At the end of a pipe or a file there is something to read, too: that it has ended.
+    let is_readable = poll(&mut files, Some(&patience)).is_ok_and(|ready| ready > 0);
+    is_readable && rustix::io::ioctl_fionread(stdin).is_ok_and(|bytes| bytes > 0)
 }
 
 /// Whether the terminal is in raw mode: then a new line needs a carriage return.

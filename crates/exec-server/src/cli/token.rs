@@ -1,5 +1,6 @@
 //! `exec-server token`: create, sign and inspect access tokens.
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -21,10 +22,23 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
         TokenCommand::New { out } => {
             let token = random()?;
             match out {
-                Some(path) => access::write_new(&path, &format!("{}\n", token.expose()), 0o600)?,
-                None => print(format!("{}\n", token.expose()).as_bytes())?,
+                Some(path) => {
+                    access::write_new(&path, &format!("{}\n", token.expose()), 0o600)?;
+                    print(format!("{}\n", hash(&token)).as_bytes())?;
+                }
+                None => {
+                    print(format!("{}\n", token.expose()).as_bytes())?;
+                    eprintln!("sha256: {}", hash(&token));
+                }
             }
-            eprintln!("sha256: {}", hex(Sha256::digest(token.expose())));
+            Ok(ExitCode::SUCCESS)
+        }
+        TokenCommand::Hash { file } => {
+            let token = read(file.as_deref())?;
+            if token.expose().is_empty() {
+                bail!("there is no token to hash: it is empty");
+            }
+            print(format!("{}\n", hash(&token)).as_bytes())?;
             Ok(ExitCode::SUCCESS)
         }
         TokenCommand::Sign {
@@ -70,11 +84,7 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         TokenCommand::Inspect { file, secret_file } => {
-            let token = match &file {
-                Some(path) => Secret::read(path)
-                    .with_context(|| format!("cannot read the token in {}", path.display()))?,
-                None => Secret::read_from(std::io::stdin()).context("cannot read the token")?,
-            };
+            let token = read(file.as_deref())?;
             let secret = match secret_file {
                 Some(path) => Some(access::secret(&path)?),
                 None => None,
@@ -88,6 +98,20 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
             })
         }
     }
+}
+
+/// The token in a file, or on standard input.
+fn read(file: Option<&Path>) -> anyhow::Result<Secret> {
+    match file {
+        Some(path) => Secret::read(path)
+            .with_context(|| format!("cannot read the token in {}", path.display())),
+        None => Secret::read_from(std::io::stdin()).context("cannot read the token"),
+    }
+}
+
+/// The SHA-256 of a token, in hex.
+pub(super) fn hash(token: &Secret) -> String {
+    hex(Sha256::digest(token.expose()))
 }
 
 /// 32 random bytes of the system, as text.
@@ -111,7 +135,7 @@ fn inspect(token: &Secret, secret: Option<Secret>) -> (Value, bool) {
         // A capability token has no readable content, and it is not printed.
         let report = json!({
             "kind": "capability-token",
-            "sha256": hex(Sha256::digest(token.expose())),
+            "sha256": hash(token),
         });
         return (report, secret.is_none());
     };

@@ -3,9 +3,18 @@
 use std::time::Duration;
 
 use exec_server_protocol::process::SignalName;
+use exec_server_transport::time::parse_utc;
 
 pub(super) const MODES: &[&str] = &["capability-token", "signed-bearer-token"];
 pub(super) const FORMATS: &[&str] = &["text", "json"];
+
+/// Checks a time in UTC.
+pub(super) fn parse_time(text: &str) -> Result<String, String> {
+    match parse_utc(text) {
+        Some(_) => Ok(text.to_owned()),
+        None => Err("write 2027-01-31T12:00:00Z, or 2027-01-31 for the end of that day".to_owned()),
+    }
+}
 
 /// Parses `500ms`, `10s`, `5m`, `1h` or plain seconds.
 pub(super) fn parse_duration(text: &str) -> Result<Duration, String> {

@@ -142,3 +142,23 @@ async fn log_format_json_writes_json_lines() {
         .unwrap_or_else(|| panic!("{stderr}"));
     assert!(request["fields"]["request"].is_string(), "{request}");
 }
+
+#[tokio::test]
+async fn packaged_settings_listen_on_a_private_socket() {
+    let config = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../dist/debian/exec-server.toml"
+    );
+    let shown = output(&["config", "show", "--config", config, "--json"]).await;
+    let shown: Vec<Value> = serde_json::from_slice(&shown.stdout).unwrap();
+    let listen = shown.iter().find(|entry| entry["key"] == "listen").unwrap();
+    assert_eq!(
+        listen["value"],
+        json!(["unix:///run/exec-server/serve.sock"])
+    );
+    // The unit makes the directory, which is closed to others.
+    let unit = include_str!("../../../../dist/exec-server.service");
+    for line in ["RuntimeDirectory=exec-server", "RuntimeDirectoryMode=0700"] {
+        assert!(unit.lines().any(|found| found == line), "{line}");
+    }
+}

@@ -91,6 +91,21 @@ async fn metrics_count_connections_processes_and_bytes() {
     }
     assert!(sample(&page, "sent_bytes_total") > 130_000, "{page}");
     assert!(sample(&page, "received_bytes_total") > 100, "{page}");
+    // The dashboard asks for families that exist.
+    let dashboard = include_str!("../../../../dist/grafana/server.json");
+    serde_json::from_str::<Value>(dashboard).unwrap();
+    let mut asked = 0;
+    for rest in dashboard.split("exec_server_").skip(1) {
+        let end = rest.find(|c: char| !c.is_ascii_lowercase() && c != '_');
+        let name = &rest[..end.unwrap()];
+        let name = ["_count", "_bucket"]
+            .iter()
+            .fold(name, |name, end| name.strip_suffix(end).unwrap_or(name));
+        let family = format!("# TYPE exec_server_{name} ");
+        assert!(page.contains(&family), "{name} is not in {page}");
+        asked += 1;
+    }
+    assert!(asked >= 20, "{asked}");
     // The listener for clients serves no metrics.
     let (status, _) = get(server.url().strip_prefix("ws://").unwrap(), "/metrics").await;
     assert_eq!(status, "HTTP/1.1 404 Not Found");

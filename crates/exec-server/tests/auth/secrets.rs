@@ -149,8 +149,11 @@ async fn sandbox_policies_are_audited_and_refusals_counted() {
 
     let stderr = server.stderr();
     let address = stderr
-        .strip_prefix("metrics: http://")
-        .and_then(|rest| rest.trim().strip_suffix("/metrics"))
+        .lines()
+        .find_map(|line| {
+            line.strip_prefix("metrics: http://")?
+                .strip_suffix("/metrics")
+        })
         .unwrap_or_else(|| panic!("{stderr}"));
     let (_, page) = crate::operate::get(address, "/metrics").await;
     let count = crate::operate::sample(&page, "sandbox_refusals_total");

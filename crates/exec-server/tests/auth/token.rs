@@ -3,6 +3,7 @@
 use std::os::unix::fs::PermissionsExt as _;
 
 use serde_json::Value;
+use tokio::io::AsyncBufReadExt as _;
 
 use crate::{AuthFiles, output, program, session_with, start, text_of};
 
@@ -16,7 +17,7 @@ async fn token_new_writes_a_private_file_and_never_overwrites() {
     let path = text_of(&files.path("token"));
     let made = output(&["token", "new", "--out", &path]).await;
     assert!(made.status.success(), "{made:?}");
-    assert_eq!(made.stdout, b"");
+    assert_eq!(text(&made.stderr), "");
     let token = std::fs::read_to_string(&path).unwrap().trim().to_owned();
     assert_eq!(token.len(), 64);
     let mode = std::fs::metadata(&path).unwrap().permissions().mode();
@@ -24,8 +25,10 @@ async fn token_new_writes_a_private_file_and_never_overwrites() {
     let again = output(&["token", "new", "--out", &path]).await;
     assert_eq!(again.status.code(), Some(1));
 
-    // The hash that it prints on standard error is enough for a server.
-    let hash = text(&made.stderr).replace("sha256: ", "");
+    // The hash that it prints is enough for a server.
+    let hash = text(&made.stdout);
+    let again = output(&["token", "hash", &path]).await;
+    assert_eq!(text(&again.stdout), hash);
     let server = start(&["--ws-auth", "capability-token", "--ws-token-sha256", &hash]).await;
     session_with(server.url(), &token).await;
 
@@ -36,6 +39,7 @@ async fn token_new_writes_a_private_file_and_never_overwrites() {
     assert!(!shown.to_string().contains(&token));
     let other = output(&["token", "new"]).await;
     assert_ne!(text(&other.stdout), token);
+    assert!(text(&other.stderr).starts_with("sha256: "));
 }
 
 #[tokio::test]
@@ -146,5 +150,86 @@ async fn client_reads_token_from_file_or_variable_and_hides_it_from_commands() {
     assert!(
         seen.contains("PATH=") && !seen.contains("EXEC_SERVER_TOKEN"),
         "{seen}"
+    );
+}
+
+#[tokio::test]
+async fn init_makes_a_server_and_the_line_for_its_clients() {
+    let files = AuthFiles::new();
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let listen = format!("wss://{}", free.local_addr().unwrap());
+    drop(free);
+    let directory = text_of(&files.path("made"));
+    let init = [
+        "init",
+        "--directory",
+        &directory,
+        "--host",
+        "127.0.0.1",
+        "--listen",
+        &listen,
+    ];
+    let made = output(&init).await;
+    let report = text(&made.stdout);
+    assert!(made.status.success(), "{made:?}");
+    for (name, expected) in [
+        ("network.token", 0o600),
+        ("key.pem", 0o600),
+        ("network.toml", 0o644),
+    ] {
+        let mode = std::fs::metadata(files.path("made").join(name)).unwrap();
+        assert_eq!(mode.permissions().mode() & 0o777, expected, "{name}");
+    }
+    let token = std::fs::read_to_string(files.path("made/network.token")).unwrap();
+    let settings = std::fs::read_to_string(files.path("made/network.toml")).unwrap();
+    assert!(!settings.contains(token.trim()), "only the hash is in it");
+
+    // The printed commands, as they are typed: first the server's, then the client's.
+    let bin = files.path("bin");
+    std::fs::create_dir(&bin).unwrap();
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_exec-server"), bin.join("exec-server")).unwrap();
+    let shell = |line: &str| {
+        let mut command = tokio::process::Command::new("sh");
+        command
+            .args(["-c", line])
+            .env_clear()
+            .env("PATH", format!("{}:/usr/bin:/bin", bin.display()))
+            .env("EXEC_SERVER_HOME", files.path("home"))
+            .current_dir(bin.parent().unwrap())
+            .stdin(std::process::Stdio::null())
+            .kill_on_drop(true);
+        command
+    };
+    let after = |heading: &str| {
+        let mut lines = report.lines().skip_while(|line| !line.starts_with(heading));
+        lines.nth(1).unwrap().trim().to_owned()
+    };
+    let mut server = shell(&format!("exec {}", after("Start the server")))
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    let mut printed = tokio::io::BufReader::new(server.stdout.take().unwrap());
+    printed.read_line(&mut line).await.unwrap();
+    assert_eq!(line.trim(), listen);
+    let added = shell(&after("On the other machine"))
+        .output()
+        .await
+        .unwrap();
+    assert!(added.status.success(), "{added:?}");
+    let mut run = shell("exec-server run --on 127_0_0_1 -- echo served");
+    let ran = run.output().await.unwrap();
+    assert_eq!(text(&ran.stdout), "served", "{ran:?}");
+
+    let again = output(&init).await;
+    assert_eq!(again.status.code(), Some(1));
+    assert!(
+        text(&again.stderr).contains("exists; remove it"),
+        "{again:?}"
+    );
+    let plain = output(&["init", "--listen", "ws://127.0.0.1:4600"]).await;
+    assert!(
+        text(&plain.stderr).contains("must be a wss:// URL"),
+        "{plain:?}"
     );
 }

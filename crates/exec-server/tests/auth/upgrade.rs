@@ -1,16 +1,16 @@
 //! Authentication of upgrades: which are accepted, and the errors of the others.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server_testkit::proc;
-use exec_server_testkit::wire::StartBuilder;
+use exec_server_testkit::wire::{StartBuilder, WireClient};
 use ring::hmac;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 
-use crate::{AuthFiles, connect_with, output, refuses, session_with, start, upgrade};
+use crate::{AuthFiles, connect_with, output, refuses, session_with, start, text_of, upgrade};
 
 const MISSING: &str = "missing websocket bearer token";
 const HEADER: &str = "invalid authorization header";
@@ -362,6 +362,82 @@ async fn sighup_reloads_limits() {
     client.ok("process/start", start).await;
 }
 
+/// Waits until a connection is closed; returns how long that took.
+async fn closed_after(client: &mut WireClient, since: Instant) -> Duration {
+    client.end().await;
+    since.elapsed()
+}
+
+/// Changed tokens count within a second; a busy machine may add as much again, twice.
+const SOON: Duration = Duration::from_secs(3);
+
+#[tokio::test]
+async fn changed_token_files_count_without_a_signal() {
+    let files = AuthFiles::new();
+    let (one, two) = (files.write("one", "token-1"), files.write("two", "token-2"));
+    let config = files.path("settings.toml");
+    let settings = |tokens: &[&str]| {
+        let text = format!("[auth]\nmode = \"capability-token\"\ntoken_files = {tokens:?}\n");
+        std::fs::write(&config, text).unwrap();
+    };
+    let (first, second) = (format!("a={one}"), format!("b={two}"));
+    settings(&[&first]);
+    let server = start(&["--config", &text_of(&config), "--log", "info"]).await;
+    let mut client = session_with(server.url(), "token-1").await;
+    assert!(connect_with(server.url(), "token-2").await.is_err());
+
+    // A second one is added.
+    settings(&[&first, &second]);
+    server.wait_logged("reloaded settings").await;
+    let mut other = session_with(server.url(), "token-2").await;
+    client.ok("environment/info", json!({})).await;
+
+    // The first one is replaced.
+    let since = Instant::now();
+    files.write("one", "token-3");
+    assert!(closed_after(&mut client, since).await < SOON);
+    let mut client = session_with(server.url(), "token-3").await;
+
+    // The second one is removed.
+    let since = Instant::now();
+    std::fs::remove_file(&two).unwrap();
+    assert!(closed_after(&mut other, since).await < SOON);
+    assert!(connect_with(server.url(), "token-2").await.is_err());
+    client.ok("environment/info", json!({})).await;
+
+    // Settings that cannot be used change nothing.
+    std::fs::write(&config, "nonsense").unwrap();
+    server.wait_logged("cannot reload, nothing was changed").await;
+    client.ok("environment/info", json!({})).await;
+}
+
+#[tokio::test]
+async fn capability_token_expires() {
+    let files = AuthFiles::new();
+    let file = files.write("token", "tok123");
+    let at = |time: SystemTime| {
+        let seconds = time.duration_since(UNIX_EPOCH).unwrap().as_secs();
+        let date = std::process::Command::new("date")
+            .args(["-u", "-d", &format!("@{seconds}"), "+%Y-%m-%dT%H:%M:%SZ"])
+            .output()
+            .unwrap();
+        String::from_utf8(date.stdout).unwrap().trim().to_owned()
+    };
+    let token = |until: &str| format!("ci={file}:exec,until={until}");
+    let server = async |until: String| {
+        let token = token(&until);
+        start(&["--ws-auth", "capability-token", "--ws-token-file", &token]).await
+    };
+    let old = server(at(SystemTime::now() - Duration::from_secs(1))).await;
+    let refused = connect_with(old.url(), "tok123").await.unwrap_err();
+    let error = refused.to_string();
+    assert!(error.contains("expired websocket bearer token"), "{error}");
+    let expiring = server(at(SystemTime::now() + Duration::from_secs(3))).await;
+    let mut client = session_with(expiring.url(), "tok123").await;
+    client.end().await;
+    assert!(connect_with(expiring.url(), "tok123").await.is_err());
+}
+
 #[tokio::test]
 async fn sighup_reloads_tokens() {
     let files = AuthFiles::new();
@@ -384,13 +460,12 @@ async fn sighup_reloads_tokens() {
     // The connection of the old token was closed.
     client.end().await;
 
-    // A missing file changes nothing, and is logged.
+    // A missing file is a token that was revoked.
+    let mut client = session_with(server.url(), "new-one").await;
     std::fs::remove_file(&file).unwrap();
     proc::signal(server.pid(), Signal::HUP);
-    server
-        .wait_logged("nothing was changed: failed to read websocket auth secret")
-        .await;
-    session_with(server.url(), "new-one").await;
+    client.end().await;
+    assert!(connect_with(server.url(), "new-one").await.is_err());
     assert!(server.is_running());
     let shown = server.stderr();
     assert!(

@@ -84,3 +84,36 @@ async fn example_everywhere_runs_in_all_environments() {
     let [one, two] = [lines[0], lines[2]].map(|line| line.split_once(": ").unwrap().1);
     assert!(one != two && one != here && two != here, "{printed}");
 }
+
+#[tokio::test]
+async fn connect_takes_local_and_a_url() {
+    let server = server().await;
+    for target in ["local", server.url()] {
+        let machine = exec_server::connect(target).await.unwrap();
+        let script = "pwd; echo $HOME; exit 3";
+        let output = machine.run(["sh", "-c", script]).await.unwrap();
+        let here = std::env::current_dir().unwrap();
+        let home = std::env::var("HOME").unwrap_or_default();
+        let expected = format!("{}\n{home}\n", here.display());
+        assert_eq!(
+            String::from_utf8(output.stdout).unwrap(),
+            expected,
+            "{target}"
+        );
+        assert_eq!(output.exit.unwrap().exit_code, 3, "{target}");
+        // Two at a time.
+        let (one, other) = tokio::join!(machine.run(["echo", "1"]), machine.run(["echo", "2"]));
+        assert_eq!(
+            [one.unwrap().stdout, other.unwrap().stdout].concat(),
+            b"1\n2\n"
+        );
+    }
+    for (target, says) in [
+        ("ws://127.0.0.1:1", "cannot connect to `ws://127.0.0.1:1`"),
+        ("nonsense://x", "nonsense"),
+        ("no-such-environment", "there is no such environment"),
+    ] {
+        let error = exec_server::connect(target).await.unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
+    }
+}

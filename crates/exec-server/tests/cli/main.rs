@@ -4,11 +4,14 @@
 
 mod attend;
 mod codex;
+mod completion;
 mod denials;
 mod environments;
 mod examples;
+mod first_steps;
 mod messages;
 mod release;
+mod transcript;
 
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
@@ -147,6 +150,22 @@ fn doctor_reports_sandbox_mechanisms_and_watch_limits() {
             "{finding}"
         );
     }
+}
+
+#[tokio::test]
+async fn doctor_examines_the_machine_of_a_server() {
+    let server = server().await;
+    let own = seen(&run_with(None, &["doctor", "--json"], b""));
+    let there = seen(&run_with(
+        None,
+        &["doctor", "--json", "--url", server.url()],
+        b"",
+    ));
+    assert_eq!(own.2, there.2, "{}", there.1);
+    let report = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
+    let (own, there) = (report(&own.0), report(&there.0));
+    assert_eq!(own["kernel"], there["kernel"]);
+    assert_eq!(own["enforcement"], there["enforcement"]);
 }
 
 #[tokio::test]

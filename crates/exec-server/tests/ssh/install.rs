@@ -160,6 +160,78 @@ async fn unsupported_machine_type_is_named() {
     assert_eq!(fixture.installed(), [] as [PathBuf; 0]);
 }
 
+/// What arrived is the same with and without a program that compresses.
+#[tokio::test]
+async fn executable_is_compressed_on_the_way_where_both_sides_can() {
+    for has_gzip in [true, false] {
+        let fixture = SshFixture::new();
+        let sent = fixture.sshd.path().join("sent");
+        if has_gzip {
+            // Records what it was given, and does its work.
+            let script = format!(
+                "#!/bin/sh\ntee {} | /usr/bin/env -i PATH=/usr/bin:/bin gzip \"$@\"\n",
+                sent.display()
+            );
+            fixture.sshd.script("gzip", &script);
+        }
+        let mut program = fixture.run_installing(&["echo", "hi"]);
+        if !has_gzip {
+            let bin = fixture.sshd.path().join("only-ssh");
+            fs::create_dir(&bin).unwrap();
+            std::os::unix::fs::symlink("/usr/bin/ssh", bin.join("ssh")).unwrap();
+            program.env("PATH", &bin);
+        }
+        let (out, err, code) = outcome(program).await;
+        assert_eq!((out.as_str(), code), ("hi\n", 0), "{err}");
+        let installed = fixture.installed();
+        let [only] = &installed[..] else {
+            panic!("{installed:?}");
+        };
+        assert!(fs::read(only).unwrap() == fs::read(BINARY).unwrap());
+        if has_gzip {
+            let (sent, all) = (
+                sent.metadata().unwrap().len(),
+                only.metadata().unwrap().len(),
+            );
+            assert!(sent < all / 2, "{sent} of {all} bytes were sent");
+        }
+    }
+}
+
+#[tokio::test]
+async fn executable_for_the_architecture_of_the_host_is_chosen() {
+    let fixture = SshFixture::new();
+    let directory = fixture.sshd.path().join("binaries");
+    fs::create_dir(&directory).unwrap();
+    // The header of an executable for another machine: RISC-V.
+    let mut other = fs::read(BINARY).unwrap();
+    other.truncate(4096);
+    other[18..20].copy_from_slice(&243u16.to_le_bytes());
+    fs::write(directory.join("exec-server"), other).unwrap();
+    let own = format!("exec-server-{}", std::env::consts::ARCH);
+    std::os::unix::fs::symlink(BINARY, directory.join(own)).unwrap();
+    let run = |command: &[&str]| {
+        let mut program = fixture.program();
+        program
+            .arg("run")
+            .args(fixture.flags(&fixture.sshd.url()))
+            .arg("--local-binary")
+            .arg(directory.join("exec-server"))
+            .arg("--")
+            .args(command);
+        program
+    };
+    let (out, err, code) = outcome(run(&["echo", "hi"])).await;
+    assert_eq!((out.as_str(), code), ("hi\n", 0), "{err}");
+    assert!(err.contains("installing exec-server"), "{err}");
+    let installed = fixture.installed();
+    assert!(fs::read(&installed[0]).unwrap() == fs::read(BINARY).unwrap());
+    // It is found again.
+    let (_, err, code) = outcome(run(&["true"])).await;
+    assert_eq!((err.as_str(), code), ("", 0));
+    assert_eq!(fixture.installed(), installed);
+}
+
 #[tokio::test]
 async fn full_disk_leaves_no_partial_installation() {
     // A limit on the size of files ends the writer as a full disk does, and needs no privilege.

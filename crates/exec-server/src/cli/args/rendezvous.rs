@@ -10,7 +10,7 @@ use exec_server_rendezvous::TokenRole;
 
 use super::serve::TlsArgs;
 use crate::cli::values::FORMATS;
-use crate::cli::values::parse_duration;
+use crate::cli::values::{parse_duration, parse_time};
 
 // Options of `rendezvous`.
 #[derive(Debug, clap::Args)]
@@ -38,7 +38,7 @@ pub(in crate::cli) struct RendezvousArgs {
     pub(in crate::cli) public_url: Option<String>,
 
     /// Allow listening beyond loopback without TLS, behind a proxy that provides it
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     pub(in crate::cli) danger_no_tls: bool,
 
     /// Expire the address of an executor after this time; it registers again
@@ -114,7 +114,7 @@ pub(in crate::cli) struct RendezvousArgs {
     pub(in crate::cli) trusted_proxy: Vec<String>,
 
     /// Append registrations, connections and refusals to this file, as JSON lines
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub(in crate::cli) audit_file: Option<PathBuf>,
 
     /// Use COUNT threads for connections [default: one per core, one in all on up to 2 cores]
@@ -322,6 +322,10 @@ pub(in crate::cli) struct TokenAddArgs {
     /// Make it a token of this tenant; `*` is for admins of all tenants
     #[arg(long, value_name = "TENANT", default_value = "default")]
     pub(in crate::cli) tenant: String,
+
+    /// Let it expire at this time, `2027-01-31T12:00:00Z`, or at the end of a day, `2027-01-31`, in UTC
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    pub(in crate::cli) until: Option<String>,
 
     /// Write the token to this new file, mode 0600, instead of standard output
     #[arg(long, value_name = "FILE")]

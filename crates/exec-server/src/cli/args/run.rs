@@ -71,11 +71,7 @@ pub(in crate::cli) struct RunArgs {
     /// Run this program with these arguments; no shell interprets them
     ///
     /// Without it, --on and --url open a login shell.
-    #[arg(
-        required_unless_present_any = ["on", "url"],
-        trailing_var_arg = true,
-        value_name = "COMMAND"
-    )]
+    #[arg(trailing_var_arg = true, value_name = "COMMAND")]
     pub(in crate::cli) command: Vec<String>,
 
     #[command(flatten)]

@@ -30,7 +30,7 @@ pub(in crate::cli) struct ServeArgs {
     pub(in crate::cli) config: Option<PathBuf>,
 
     /// Set a key of the settings: `limits.sessions=100`
-    #[arg(long, value_name = "KEY=VALUE")]
+    #[arg(long, value_name = "KEY=VALUE", hide_short_help = true)]
     pub(in crate::cli) set: Vec<String>,
 
     /// Handle up to COUNT requests of a connection at a time; 1 is serial [default: 256]
@@ -52,7 +52,7 @@ pub(in crate::cli) struct ServeArgs {
     /// Let processes run for TIME after SIGTERM [default: 0s]
     ///
     /// A number with a unit, as in `30s` or `5m`.
-    #[arg(long, value_name = "TIME")]
+    #[arg(long, value_name = "TIME", hide_short_help = true)]
     pub(in crate::cli) drain: Option<String>,
 
     /// Write log lines in this format [default: text]
@@ -91,7 +91,9 @@ pub(in crate::cli) struct AuthArgs {
 
     /// Accept the token in FILE; `NAME=FILE:SCOPE,SCOPE` limits it to scopes
     ///
-    /// Scopes are exec, fs:read, fs:write and observe. Can be given several times.
+    /// Scopes are exec, fs:read, fs:write and observe; `until=2027-01-31` beside them lets the token
+    /// expire at the end of that day (UTC), `until=2027-01-31T12:00:00Z` at that time. Can be given
+    /// several times. A file that changes is read again within a second.
     #[arg(long, value_name = "FILE")]
     pub(in crate::cli) ws_token_file: Vec<String>,
 
@@ -143,7 +145,7 @@ pub(in crate::cli) struct TlsArgs {
     pub(in crate::cli) tls_self_signed: bool,
 
     /// Require client certificates signed by one of these authorities (PEM)
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub(in crate::cli) tls_client_ca: Option<PathBuf>,
 }
 

@@ -73,6 +73,10 @@ pub(in crate::cli) struct ServerArgs {
 #[derive(Debug, Clone, Default, clap::Args)]
 #[command(next_help_heading = "Connection")]
 pub(in crate::cli) struct SshArgs {
+    /// Fail instead of installing exec-server on the remote machine.
+    #[arg(skip)]
+    pub(in crate::cli) no_install: bool,
+
     /// Pass this option to ssh, as with its -o; can be given several times
     #[arg(long, global = true, value_name = "NAME=VALUE", hide_short_help = true)]
     pub(in crate::cli) ssh_option: Vec<String>,

@@ -23,7 +23,7 @@ use super::side::CopySide;
 use super::{FilesLocation, glob, sources_and_target};
 use crate::cli::error::{self, notice};
 use crate::cli::on;
-use crate::cli::print;
+use crate::cli::{print, required};
 use crate::cli::table::{bytes, visible};
 
 /// Name that stands for standard input or standard output.
@@ -209,10 +209,10 @@ pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
     for (name, reached) in &mut servers {
         let location = match name {
             Some(name) => on::named(name, &args.server)?,
-            None => on::resolve(&args.server)?,
+            None => on::CommandLocation::There(required(&args.server)?),
         };
         if matches!(location, on::CommandLocation::Here) {
-            bail!("no server given: pass --on ENV or --url URL, or set EXEC_SERVER_URL");
+            bail!("`{}` is this machine: use plain `cp`", name.unwrap_or("local"));
         }
         *reached = Some(Arc::new(FilesLocation::new(location).await?));
     }

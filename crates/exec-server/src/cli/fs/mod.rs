@@ -21,6 +21,7 @@ use exec_server_client::fs::resolve;
 use exec_server_client::map::MappedFileSystem;
 use exec_server_client::{ExecutorFileSystem, LocalFileSystem};
 use exec_server_protocol::PathUri;
+use exec_server_protocol::fs::DirectoryEntry;
 use rustix::termios::isatty;
 
 use super::table::visible;
@@ -69,6 +70,23 @@ pub(super) fn run_cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
     let outcome = runtime.block_on(copy::cp(args));
     runtime.shutdown_background();
     outcome
+}
+
+pub(in crate::cli) use side::split_side;
+
+/// The names in a directory, those of directories with a `/`; for completion.
+pub(super) async fn names_in(
+    place: on::CommandLocation,
+    directory: &Path,
+) -> anyhow::Result<Vec<String>> {
+    let place = FilesLocation::new(place).await?;
+    let uri = place.uri(directory).await?;
+    let entries = place.files.read_directory(&uri, Default::default()).await?;
+    let name = |entry: &DirectoryEntry| match entry.is_directory {
+        true => format!("{}/", entry.file_name),
+        false => entry.file_name.clone(),
+    };
+    Ok(entries.iter().map(name).collect())
 }
 
 /// Files of one server or of this machine, with the base of relative paths.

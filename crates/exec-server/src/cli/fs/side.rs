@@ -58,6 +58,16 @@ impl CopySide {
     }
 }
 
+/// The server and the path of an argument of `cp`, if it names a path on a server.
+pub(in crate::cli) fn split_side(text: &str) -> Option<(Option<&str>, &str)> {
+    if let Some(path) = text.strip_prefix(':') {
+        return Some((None, path));
+    }
+    let end = url_length(text.as_bytes()).or_else(|| text.find(':'))?;
+    let path = text[end..].strip_prefix(':')?;
+    Some((Some(&text[..end]), path))
+}
+
 /// Length of the server's URL at the start of a text, if there is one.
 fn url_length(text: &[u8]) -> Option<usize> {
     let until = |from: usize, stops: &[u8]| {

@@ -39,6 +39,7 @@ use super::table::visible;
 use super::{network, on, runtime, sandbox, settings, terminal};
 
 /// Exit codes of this program itself, with the values that `timeout`, `docker run` and shells use.
+const WRONG_USAGE: u8 = 2;
 const TIMED_OUT: u8 = 124;
 const OUR_FAILURE: u8 = 125;
 const NOT_EXECUTABLE: u8 = 126;
@@ -55,6 +56,13 @@ const LEAVE_LIMIT: Duration = Duration::from_secs(5);
 /// Time limit of reconnecting while no process listens at the server's address: long enough to
 /// restart a service.
 const REFUSED_BUDGET: Duration = Duration::from_secs(60);
+
+/// The extension of a server that can close a command's standard input.
+const CLOSE_STDIN: &str = "process/closeStdin";
+
+/// How long to wait for input that cannot be passed on: as long as the first program of a pipeline may
+/// take to start.
+const INPUT_PATIENCE: Duration = Duration::from_millis(200);
 
 /// Set by --quiet.
 static IS_QUIET: AtomicBool = AtomicBool::new(false);
@@ -77,6 +85,13 @@ fn say(text: &str) {
 
 pub(super) fn run(args: RunArgs) -> ExitCode {
     let command = args.command.clone();
+    if command.is_empty() && args.server.on.is_none() && args.server.url.is_none() {
+        error::notice(
+            "no command given; a shell here: exec-server run -- bash; on another machine: \
+             exec-server run --on ENV",
+        );
+        return ExitCode::from(WRONG_USAGE);
+    }
     match prepared(args) {
         Ok(code) => ExitCode::from(code),
         Err(error) => ExitCode::from(report(&error, &command)),
@@ -569,6 +584,21 @@ async fn begin(
     let location = RunLocation::new(resolved).await?;
     let cwd = cwd(args, &location).await?;
     let mut params = params(args, &cwd, tty, location.is_here())?;
+    if params.pipe_stdin
+        && !tty
+        && let RunLocation::There { client, .. } = &location
+        && !client.supports(CLOSE_STDIN).await?
+    {
+        // The input could not be ended, and a command that reads it would wait for ever.
+        if terminal::has_input(INPUT_PATIENCE) {
+            bail!(
+                "this server cannot end a command's input, as `{}` may expect: pass -t for a \
+                 terminal, or -n for no input",
+                visible(args.command.first().map_or("the command", String::as_str))
+            );
+        }
+        params.pipe_stdin = false;
+    }
     if params.argv.is_empty() {
         params.argv = location.login_shell().await?;
     }
