@@ -89,13 +89,31 @@ fn watch(client: Pid, end: fn(bool)) {
         let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
         // SAFETY: pointers to live locals; all signals are blocked, which sigwaitinfo requires.
         let signal = unsafe { libc::sigwaitinfo(&all, &mut info) };
-        if signal == GIVE_TIME.as_raw() {
-            // SAFETY: a signal that a process has sent has a pid.
-            let sender = unsafe { info.si_pid() };
-            gives_time |= sender == client.as_raw_nonzero().get();
+        gives_time |= signal == GIVE_TIME.as_raw() && is_from(client, &info);
+    }
+    // A client that ends at once after it has asked for time sends both signals before this process
+    // runs, and the one of its end is delivered first.
+    loop {
+        let now = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // SAFETY: siginfo_t is plain data, valid when zeroed.
+        let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+        // SAFETY: pointers to live locals; all signals are blocked, which sigtimedwait requires.
+        let signal = unsafe { libc::sigtimedwait(&all, &mut info, &now) };
+        if signal <= 0 {
+            break;
         }
+        gives_time |= signal == GIVE_TIME.as_raw() && is_from(client, &info);
     }
     end(gives_time);
+}
+
+/// Whether a process has sent this signal.
+fn is_from(sender: Pid, info: &libc::siginfo_t) -> bool {
+    // SAFETY: a signal that a process has sent has a pid; for those of the kernel it is another value.
+    unsafe { info.si_pid() == sender.as_raw_nonzero().get() }
 }
 
 impl Watcher {

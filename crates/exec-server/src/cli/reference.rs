@@ -15,7 +15,7 @@ const HEAD: &str = "\
 
 /// Adds a command, and those below it.
 fn describe(command: &clap::Command, name: &str, page: &mut String) {
-    let mut shown = command.clone().bin_name(name);
+    let mut shown = command.clone().bin_name(name).term_width(100);
     let help = shown.render_long_help().to_string();
     let lines: Vec<&str> = help.lines().map(str::trim_end).collect();
     let help = lines.join("\n");

@@ -407,7 +407,9 @@ async fn changed_token_files_count_without_a_signal() {
 
     // Settings that cannot be used change nothing.
     std::fs::write(&config, "nonsense").unwrap();
-    server.wait_logged("cannot reload, nothing was changed").await;
+    server
+        .wait_logged("cannot reload, nothing was changed")
+        .await;
     client.ok("environment/info", json!({})).await;
 }
 

@@ -77,7 +77,7 @@ impl Shell {
             prompts: 0,
             _directory: directory,
         };
-        shell.types(&format!(". {script}; {first}\r"));
+        shell.types(&format!("{first}; . {script}\r"));
         shell
     }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Stdio;
 
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::TIMEOUT;
 use tokio::io::AsyncBufReadExt as _;
 use tokio::process::Command;
 
@@ -85,7 +85,7 @@ async fn everyday_tasks_print_what_is_documented() {
     let mut failures = String::new();
     for (command, expected) in tasks {
         let line = format!("exec 2>&1; {command}");
-        let output = tokio::time::timeout(PATIENCE, shell(&line, &top, "home/work").output());
+        let output = tokio::time::timeout(TIMEOUT, shell(&line, &top, "home/work").output());
         let output = output.await.expect(command).unwrap();
         let mut printed = text(&output.stdout)
             .replace(top.join("home").to_str().unwrap(), "/home/me")

@@ -224,7 +224,7 @@ fn environments() -> Vec<String> {
 
 async fn processes(server: &ServerArgs) -> anyhow::Result<Vec<String>> {
     let client = required(server)?.connect().await?;
-    let listed = client.call::<List>(&ListParams { all: false }).await?;
+    let listed = client.call::<List>(&ListParams { all: true }).await?;
     Ok(process_names(&listed.processes))
 }
 
