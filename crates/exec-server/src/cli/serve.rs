@@ -184,9 +184,8 @@ async fn serve(
     if let Some(listener) = metrics {
         tasks.spawn(metrics::serve(listener, server.clone()));
     }
-    let directory = idle.as_ref().map(|idle| idle.directory().to_owned());
     let upkeep = ServerUpkeep {
-        directory,
+        directory: idle.as_ref().map(|idle| idle.directory().to_owned()),
         args,
         log,
         setup,

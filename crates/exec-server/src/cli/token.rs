@@ -19,20 +19,7 @@ use super::{access, print};
 
 pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
     match command {
-        TokenCommand::New { out } => {
-            let token = random()?;
-            match out {
-                Some(path) => {
-                    access::write_new(&path, &format!("{}\n", token.expose()), 0o600)?;
-                    print(format!("{}\n", hash(&token)).as_bytes())?;
-                }
-                None => {
-                    print(format!("{}\n", token.expose()).as_bytes())?;
-                    eprintln!("sha256: {}", hash(&token));
-                }
-            }
-            Ok(ExitCode::SUCCESS)
-        }
+        TokenCommand::New { out } => create(out.as_deref()),
         TokenCommand::Hash { file } => {
             let token = read(file.as_deref())?;
             if token.expose().is_empty() {
@@ -98,6 +85,22 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
             })
         }
     }
+}
+
+/// Creates a token; prints it and its hash, or writes it and prints the hash.
+fn create(out: Option<&Path>) -> anyhow::Result<ExitCode> {
+    let token = random()?;
+    match out {
+        Some(path) => {
+            access::write_new(path, &format!("{}\n", token.expose()), 0o600)?;
+            print(format!("{}\n", hash(&token)).as_bytes())?;
+        }
+        None => {
+            print(format!("{}\n", token.expose()).as_bytes())?;
+            eprintln!("sha256: {}", hash(&token));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// The token in a file, or on standard input.

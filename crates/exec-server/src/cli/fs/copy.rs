@@ -23,8 +23,8 @@ use super::side::CopySide;
 use super::{FilesLocation, glob, sources_and_target};
 use crate::cli::error::{self, notice};
 use crate::cli::on;
-use crate::cli::{print, required};
 use crate::cli::table::{bytes, visible};
+use crate::cli::{print, required};
 
 /// Name that stands for standard input or standard output.
 const STREAM: &str = "-";
@@ -212,7 +212,10 @@ pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
             None => on::CommandLocation::There(required(&args.server)?),
         };
         if matches!(location, on::CommandLocation::Here) {
-            bail!("`{}` is this machine: use plain `cp`", name.unwrap_or("local"));
+            bail!(
+                "`{}` is this machine: use plain `cp`",
+                name.unwrap_or("local")
+            );
         }
         *reached = Some(Arc::new(FilesLocation::new(location).await?));
     }
