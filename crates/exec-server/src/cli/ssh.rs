@@ -51,8 +51,7 @@ pub(super) fn adapt(mut target: Target, args: &SshArgs) -> anyhow::Result<Target
     };
     ssh.other_binaries = match args.local_binary.as_deref().and_then(Path::parent) {
         Some(directory) => Some(directory.to_owned()),
-        None => settings::program()
-            .and_then(|path| Some(path.parent()?.to_owned())),
+        None => settings::program().and_then(|path| Some(path.parent()?.to_owned())),
     };
     if ssh.interactive {
         ssh.progress = Some(upload_progress());
