@@ -491,7 +491,7 @@ async fn closes_with_descendants_share_reads_of_children() {
 }
 
 #[tokio::test]
-async fn terminate_ends_trees_that_fork_all_the_time() {
+async fn terminate_ends_process_trees_that_keep_forking() {
     let seconds = marker(5);
     // Each process starts the next one in its own session and ends, or stays with a child.
     let hop = format!("[ $1 = 0 ] && exec sleep {seconds}; setsid sh \"$0\" $(($1 - 1)) & exit 0");

@@ -65,7 +65,7 @@ impl Drop for ProgressLine {
 }
 
 /// Time after which a request shows that it is still running.
-const PATIENCE: Duration = Duration::from_secs(2);
+const NOTICE_DELAY: Duration = Duration::from_secs(2);
 
 /// Number of entries that a listing has found so far.
 pub(super) type FoundCount = AtomicU64;
@@ -98,7 +98,7 @@ async fn count_while<T>(
 ) -> T {
     let mut request = std::pin::pin!(request);
     let started_at = tokio::time::Instant::now();
-    let mut ticks = tokio::time::interval_at(started_at + PATIENCE, Duration::from_millis(500));
+    let mut ticks = tokio::time::interval_at(started_at + NOTICE_DELAY, Duration::from_millis(500));
     let mut is_shown = false;
     loop {
         tokio::select! {
