@@ -82,13 +82,13 @@ unsafe extern "C" {
 /// Removes variables from the environment of this program and overwrites their values, also in the
 /// memory that `/proc/PID/environ` shows. Does nothing for variables that are not set.
 ///
-/// Returns false, and removes nothing, if one is set and this process has more than one thread: another
-/// one could read the environment meanwhile. That is so under QEMU's imitation of a kernel; otherwise
+/// Returns false, and removes nothing, if this process has more than one thread: another one could read
+/// the environment meanwhile. That is so under QEMU's imitation of a kernel; otherwise
 /// call this function at the beginning of `main`.
 #[must_use]
 pub fn erase_variables(names: &[&str]) -> bool {
     if !has_single_thread() {
-        return !names.iter().any(|name| std::env::var_os(name).is_some());
+        return false;
     }
     // SAFETY: this process has a single thread, so nothing changes the environment meanwhile. The
     // array ends with a null pointer, and each entry is a NUL-terminated string in memory that is

@@ -164,7 +164,7 @@ impl HiddenKeys {
 
 /// Removes secrets from this program's environment, or says that they stay there.
 pub(super) fn erase_variables(names: &[&str]) {
-    if !own::erase_variables(names) {
+    if !own::erase_variables(names) && names.iter().any(|name| variable(name).is_some()) {
         notice(&format!(
             "this process has several threads: {} stay in its environment, which processes of the same \
              user can read",
