@@ -194,7 +194,7 @@ async fn conflicting_auth_flags_are_rejected() {
     let short = files.write("short", &"s".repeat(31));
     let secret = files.write("secret", &"s".repeat(32));
     let empty = files.write("empty", " \n");
-    let missing = crate::text_of(&files.path("missing"));
+    let missing = text_of(&files.path("missing"));
     let capability = ["--ws-auth", "capability-token"];
     let signed = ["--ws-auth", "signed-bearer-token"];
     let with = |mode: [&'static str; 2], rest: &[&str]| -> Vec<String> {

@@ -133,7 +133,7 @@ pub(super) struct CopyFlags {
     #[arg(long, short)]
     pub(super) preserve: bool,
 
-    /// With -a: compare the content of files of the same size instead of their times
+    /// Compare, with -a, the content of files of the same size instead of their times
     #[arg(long, requires = "archive")]
     pub(super) checksum: bool,
 

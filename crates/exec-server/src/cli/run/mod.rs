@@ -296,18 +296,13 @@ async fn execute(
             return Err(error);
         }
     };
-    let introduced = tokio::select! {
-        () = location.introduce(args, &*process) => None,
-        code = signals.end() => Some(code),
-    };
-    if let Some(code) = introduced {
+    if let Some(code) = introduce_until_signal(args, &location, &*process, signals).await {
         end_early(&location, process, watcher, Some(STOP_GRACE)).await;
         return Ok(code);
     }
-    let raw = if tty {
-        terminal::RawMode::enter()?
-    } else {
-        None
+    let raw = match tty {
+        true => terminal::RawMode::enter()?,
+        false => None,
     };
     let losses = Arc::new(ConnectionLosses::new());
     let states = watch_losses(&location, &losses);
@@ -408,6 +403,19 @@ async fn explained(
     tokio::select! {
         error = losses.explained(error, there, client) => Err(error),
         code = signals.end() => Ok(code),
+    }
+}
+
+/// Says where the command runs, if that was asked for; returns the exit code after a signal.
+async fn introduce_until_signal(
+    args: &RunArgs,
+    location: &RunLocation,
+    process: &dyn ExecProcess,
+    signals: &mut CommandSignals,
+) -> Option<u8> {
+    tokio::select! {
+        () = location.introduce(args, process) => None,
+        code = signals.end() => Some(code),
     }
 }
 
