@@ -187,7 +187,7 @@ mod tests {
         ] {
             let mut shown = Vec::new();
             let found = FoundCount::new(7);
-            let request = tokio::time::sleep(Duration::from_secs_f64(seconds));
+            let request = async { tokio::time::sleep(Duration::from_secs_f64(seconds)).await };
             let show = |text: &str| shown.push(text.to_owned());
             runtime.block_on(count_while("searching", &found, request, show));
             assert_eq!(shown, expected, "{seconds}");
