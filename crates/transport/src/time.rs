@@ -51,7 +51,9 @@ pub fn parse_utc(text: &str) -> Option<u64> {
     let mut parts = date.split('-');
     let (year, month, day) = (parts.next()?, parts.next()?, parts.next()?);
     let (year, month, day) = (number(year, 4)?, number(month, 2)?, number(day, 2)?);
-    let is_leap = |year: u64| year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let is_leap = |year: u64| {
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+    };
     let length_of = |month: u64| match month {
         2 => 28 + u64::from(is_leap(year)),
         4 | 6 | 9 | 11 => 30,
