@@ -249,7 +249,7 @@ async fn run_does_not_wait_for_an_end_of_input_that_cannot_come() {
         (format!("{run} -- cat </dev/null"), 0, ""),
         (format!("{run} -- echo ran < <(sleep 2)"), 0, "ran"),
     ] {
-        let shell = tokio::process::Command::new("bash")
+        let shell = Command::new("bash")
             .args(["-c", &line])
             .kill_on_drop(true)
             .output();
