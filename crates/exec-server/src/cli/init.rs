@@ -85,7 +85,7 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<ExitCode> {
     }
     let files = InitFiles::new(args)?;
     for path in files.all() {
-        if path.symlink_metadata().is_ok() {
+        if rustix::fs::lstat(path).is_ok() {
             bail!(
                 "`{}` exists; remove it, or pass --directory DIR",
                 path.display()

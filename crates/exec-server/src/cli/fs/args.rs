@@ -133,7 +133,7 @@ pub(super) struct CopyFlags {
     #[arg(long, short)]
     pub(super) preserve: bool,
 
-    /// Compare, with -a, the content of files of the same size instead of their times
+    /// Check the content of files of the same size, with -a, instead of their times
     #[arg(long, requires = "archive")]
     pub(super) checksum: bool,
 
