@@ -7,10 +7,10 @@ use rustix::process::Pid;
 
 /// Number of a resource, as this C library types it.
 #[cfg(not(target_env = "musl"))]
-pub type Resource = libc::__rlimit_resource_t;
+pub use libc::__rlimit_resource_t as Resource;
 /// Number of a resource, as this C library types it.
 #[cfg(target_env = "musl")]
-pub type Resource = std::ffi::c_int;
+pub use std::ffi::c_int as Resource;
 
 /// Returns the hard limit of `pid`, or of this process.
 ///

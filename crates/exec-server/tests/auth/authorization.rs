@@ -580,7 +580,9 @@ impl Cell<'_> {
             let is_empty = match self.method {
                 MethodId::FsWalk => text.contains("\"entries\":[]"),
                 // They only report that something appears, or what can be read.
-                MethodId::FsWatchMissing | MethodId::CapabilityDiscoverV1 => true,
+                MethodId::FsWatchMissing
+                | MethodId::CapabilityDiscoverV1
+                | MethodId::CapabilityDiscoverV2 => true,
                 MethodId::FsReadDirectory => text.contains("Not a directory"),
                 _ => text.contains("out of reach"),
             };

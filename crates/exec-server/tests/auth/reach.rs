@@ -62,8 +62,14 @@ fn requests(method: MethodId, path: &str, free: &str) -> Vec<Value> {
             json!({"from": path, "to": free, "overwrite": true}),
             json!({"from": free, "to": path, "overwrite": true}),
         ],
-        // These methods have no path, or only report whether something exists.
-        M::FsClose | M::FsReadBlock | M::FsWriteBlock | M::FsUnwatch | M::FsWatchMissing => vec![],
+        // These methods have no path, or only report whether something exists. The catalog is read
+        // from the user's configuration whatever `cwd` is.
+        M::FsClose
+        | M::FsReadBlock
+        | M::FsWriteBlock
+        | M::FsUnwatch
+        | M::FsWatchMissing
+        | M::CapabilityDiscoverV2 => vec![],
         M::CapabilityDiscoverV1 => vec![json!({"roots": [{"id": "r", "path": path}]})],
         // Reads the user's configuration, which leads to the path.
         M::EnvironmentConfigRead => vec![json!({"cwd": free, "configPaths": [["x"]],

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use exec_server_engine::capability::{Discovered, Discovery};
+use exec_server_engine::capability::{Discovered, Discovery, MemoryCheck};
 use exec_server_protocol::capability::{CatalogParams, DiscoverParams, DiscoverResult};
 use exec_server_sync::Mutex;
 
 use crate::ApiError;
-use crate::budget::BudgetShare;
+use crate::budget::{BudgetAccount, BudgetShare};
 use crate::connection::Connection;
 use crate::dispatch::CheckedRequest;
 use crate::output_pieces::EncodedOutput;
@@ -50,6 +50,47 @@ pub(crate) fn discover_v2(call: CheckedRequest<'_>, params: CatalogParams) {
     });
 }
 
+/// Memory of one discovery: a part that was granted before, then shares of the budget.
+struct TakenMemory {
+    account: BudgetAccount,
+    taken: Arc<Mutex<(usize, Option<BudgetShare>)>>,
+}
+
+impl TakenMemory {
+    fn new(connection: &Connection, granted: usize) -> Self {
+        Self {
+            account: connection.outbox.account.clone(),
+            taken: Arc::new(Mutex::new((granted, None))),
+        }
+    }
+
+    /// Returns the function that takes memory; it returns whether there was enough.
+    fn check(&self) -> MemoryCheck {
+        let (account, taken) = (self.account.clone(), Arc::clone(&self.taken));
+        Arc::new(move |bytes| {
+            let mut taken = taken.lock();
+            let (left, shares) = &mut *taken;
+            if let Some(rest) = left.checked_sub(bytes) {
+                *left = rest;
+                return true;
+            }
+            let Some(share) = account.try_take(bytes) else {
+                return false;
+            };
+            match shares {
+                Some(shares) => shares.merge(share),
+                None => *shares = Some(share),
+            }
+            true
+        })
+    }
+
+    /// Returns the shares of the budget that were taken.
+    fn into_share(self) -> Option<BudgetShare> {
+        self.taken.lock().1.take()
+    }
+}
+
 /// Discovers with memory that is taken as files are read. If the budget has none left, discards
 /// what was read, waits for the memory of the largest response and begins again: discoveries that
 /// keep what they have and wait for more could wait for each other.
@@ -58,28 +99,25 @@ async fn discover(
     discovery: Discovery,
     mut responder: RequestResponder,
 ) {
-    let taken: Arc<Mutex<Option<BudgetShare>>> = Arc::default();
-    let (account, shares) = (connection.outbox.account.clone(), Arc::clone(&taken));
-    let take = move |bytes: usize| {
-        let Some(share) = account.try_take(bytes) else {
-            return false;
-        };
-        let mut shares = shares.lock();
-        match &mut *shares {
-            Some(taken) => taken.merge(share),
-            None => *shares = Some(share),
-        }
-        true
-    };
-    let found = match run(connection, discovery.clone(), Arc::new(take)).await {
+    let taken = TakenMemory::new(connection, 0);
+    let found = match run(connection, discovery.clone(), taken.check()).await {
         Some(found) => {
-            responder.reserved = taken.lock().take();
+            responder.reserved = taken.into_share();
             Some(found)
         }
         None => {
-            drop(taken.lock().take());
+            drop(taken);
+            // At most half of the budget is granted; more is taken only while there is some.
             responder.reserve(Discovery::MOST_BYTES).await;
-            run(connection, discovery, Arc::new(|_| true)).await
+            let granted = responder.reserved.as_ref().map_or(0, BudgetShare::bytes);
+            let taken = TakenMemory::new(connection, granted);
+            let found = run(connection, discovery, taken.check()).await;
+            match (&mut responder.reserved, taken.into_share()) {
+                (Some(reserved), Some(more)) => reserved.merge(more),
+                (reserved @ None, more) => *reserved = more,
+                (Some(_), None) => {}
+            }
+            found
         }
     };
     let Some(Discovered { roots, bytes }) = found else {
@@ -104,7 +142,7 @@ async fn discover(
 async fn run(
     connection: &Arc<Connection>,
     discovery: Discovery,
-    memory: exec_server_engine::capability::MemoryCheck,
+    memory: MemoryCheck,
 ) -> Option<Discovered> {
     let closed = connection.closed.clone();
     let spawn = |job| connection.long_file_work(job);
