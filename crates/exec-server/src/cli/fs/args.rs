@@ -141,7 +141,7 @@ pub(super) struct CopyFlags {
     #[arg(long)]
     pub(super) delete: bool,
 
-    /// Leave out what matches, as in `*.o`, `/top` or `cache/`; can be given several times
+    /// Exclude what matches, as in `*.o`, `/top` or `cache/`; can be given several times
     #[arg(long, value_name = "GLOB")]
     pub(super) exclude: Vec<String>,
 
