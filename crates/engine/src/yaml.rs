@@ -170,7 +170,8 @@ impl YamlReader {
                 flow.rest.trim().is_empty().then_some(value)
             }
             '&' | '*' | '!' | '%' | '@' | '`' => None,
-            _ => Some(plain(text)),
+            // A mapping cannot begin inside of a scalar.
+            _ => (!text.contains(": ")).then(|| plain(text)),
         }
     }
 

@@ -93,6 +93,19 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Object<D> {
     }
 }
 
+/// Checks a member name of params that a type decodes itself.
+///
+/// # Errors
+///
+/// If the name is similar to a guarded one.
+pub(crate) fn check_member<E: Error>(
+    name: &str,
+    fields: &'static [&'static str],
+    guarded: SafeMembers,
+) -> Result<(), E> {
+    KnownMembers { fields, guarded }.check(name)
+}
+
 /// Member names that an object of one type can have.
 #[derive(Clone, Copy)]
 struct KnownMembers {

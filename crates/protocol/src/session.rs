@@ -7,6 +7,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::environment::EnvironmentInfo;
 use crate::method::{Empty, method_types, notifications};
+use crate::params::check_member;
+use crate::table::EVERYWHERE;
 
 method_types! {
     /// `initialize`: open a session or resume one.
@@ -64,6 +66,7 @@ impl<'de> Deserialize<'de> for EndParams {
                     if key == "graceMs" {
                         params.grace_ms = map.next_value()?;
                     } else {
+                        check_member(&key, &["graceMs"], EVERYWHERE)?;
                         map.next_value::<IgnoredAny>()?;
                     }
                 }

@@ -26,7 +26,7 @@ mod own_socket;
 mod parse;
 mod ps;
 #[cfg(test)]
-mod reference;
+mod reference_tests;
 mod registry;
 mod remote;
 mod rendezvous;

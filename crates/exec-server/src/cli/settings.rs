@@ -13,6 +13,7 @@ use anyhow::{Context as _, bail};
 use exec_server_egress::http::{HostRules, HttpConfig, ProxyChoice};
 use exec_server_engine::configuration::ConfigFiles;
 use exec_server_engine::host;
+use exec_server_executor::fs;
 use exec_server_executor::log::Retention;
 use exec_server_sandbox::placeholder::journal;
 use exec_server_service::{ExecServerConfig, ListenUrl};
@@ -326,7 +327,9 @@ impl Settings {
         } else {
             let path = variable("PATH")?;
             let found = std::env::split_paths(&path).map(|directory| directory.join(name));
-            found.into_iter().find(|program| program.exists())?
+            found
+                .into_iter()
+                .find(|program| fs::canonicalize(program).is_ok())?
         };
         let is_of_system = SYSTEM
             .iter()
@@ -518,13 +521,11 @@ fn state_paths() -> Vec<PathBuf> {
     let Some(directory) = state_directory() else {
         return Vec::new();
     };
-    let whole = directory
-        .canonicalize()
-        .unwrap_or_else(|_| directory.clone());
+    let whole = fs::canonicalize(&directory).unwrap_or_else(|_| directory.clone());
     let places = [home_directory(), std::env::current_dir().ok()];
     let mut places = places.into_iter().flatten();
     let is_shared = places.any(|place| {
-        let place = place.canonicalize().unwrap_or(place);
+        let place = fs::canonicalize(&place).unwrap_or(place);
         place.starts_with(&whole)
     });
     if is_shared {

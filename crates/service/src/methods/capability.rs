@@ -5,12 +5,14 @@ use std::sync::Arc;
 use exec_server_engine::capability::{Discovered, Discovery, MemoryCheck};
 use exec_server_protocol::capability::{CatalogParams, DiscoverParams, DiscoverResult};
 use exec_server_sync::Mutex;
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::ApiError;
-use crate::budget::{BudgetAccount, BudgetShare};
+use crate::budget::BudgetShare;
 use crate::connection::Connection;
 use crate::dispatch::CheckedRequest;
 use crate::output_pieces::EncodedOutput;
+use crate::pieces::PieceSource;
 use crate::responder::RequestResponder;
 
 pub(crate) fn discover_v1(call: CheckedRequest<'_>, params: DiscoverParams) {
@@ -50,46 +52,25 @@ pub(crate) fn discover_v2(call: CheckedRequest<'_>, params: CatalogParams) {
     });
 }
 
-/// Memory of one discovery: a part that was granted before, then shares of the budget.
-struct TakenMemory {
-    account: BudgetAccount,
-    taken: Arc<Mutex<(usize, Option<BudgetShare>)>>,
+/// Source of a response that keeps a turn until the response has been sent.
+#[derive(Debug)]
+struct InTurn {
+    source: EncodedOutput,
+    _turn: Option<SemaphorePermit<'static>>,
 }
 
-impl TakenMemory {
-    fn new(connection: &Connection, granted: usize) -> Self {
-        Self {
-            account: connection.outbox.account.clone(),
-            taken: Arc::new(Mutex::new((granted, None))),
-        }
+impl PieceSource for InTurn {
+    fn next(&mut self, out: &mut Vec<u8>) -> Result<bool, ApiError> {
+        self.source.next(out)
     }
 
-    /// Returns the function that takes memory; it returns whether there was enough.
-    fn check(&self) -> MemoryCheck {
-        let (account, taken) = (self.account.clone(), Arc::clone(&self.taken));
-        Arc::new(move |bytes| {
-            let mut taken = taken.lock();
-            let (left, shares) = &mut *taken;
-            if let Some(rest) = left.checked_sub(bytes) {
-                *left = rest;
-                return true;
-            }
-            let Some(share) = account.try_take(bytes) else {
-                return false;
-            };
-            match shares {
-                Some(shares) => shares.merge(share),
-                None => *shares = Some(share),
-            }
-            true
-        })
-    }
-
-    /// Returns the shares of the budget that were taken.
-    fn into_share(self) -> Option<BudgetShare> {
-        self.taken.lock().1.take()
+    fn fail(&mut self, out: &mut Vec<u8>, error: &ApiError) -> bool {
+        self.source.fail(out, error)
     }
 }
+
+/// Turn of the discoveries for which the budget had no memory at first, among all connections.
+static LARGE_DISCOVERIES: Semaphore = Semaphore::const_new(1);
 
 /// Discovers with memory that is taken as files are read. If the budget has none left, discards
 /// what was read, waits for the memory of the largest response and begins again: discoveries that
@@ -99,25 +80,32 @@ async fn discover(
     discovery: Discovery,
     mut responder: RequestResponder,
 ) {
-    let taken = TakenMemory::new(connection, 0);
-    let found = match run(connection, discovery.clone(), taken.check()).await {
+    let taken: Arc<Mutex<Option<BudgetShare>>> = Arc::default();
+    let (account, shares) = (connection.outbox.account.clone(), Arc::clone(&taken));
+    let take = move |bytes: usize| {
+        let Some(share) = account.try_take(bytes) else {
+            return false;
+        };
+        let mut shares = shares.lock();
+        match &mut *shares {
+            Some(taken) => taken.merge(share),
+            None => *shares = Some(share),
+        }
+        true
+    };
+    let mut turn = None;
+    let found = match run(connection, discovery.clone(), Arc::new(take)).await {
         Some(found) => {
-            responder.reserved = taken.into_share();
+            responder.reserved = taken.lock().take();
             Some(found)
         }
         None => {
-            drop(taken);
-            // At most half of the budget is granted; more is taken only while there is some.
+            drop(taken.lock().take());
+            // At most half of the budget is granted, and the largest response needs more: one at a
+            // time.
+            turn = LARGE_DISCOVERIES.acquire().await.ok();
             responder.reserve(Discovery::MOST_BYTES).await;
-            let granted = responder.reserved.as_ref().map_or(0, BudgetShare::bytes);
-            let taken = TakenMemory::new(connection, granted);
-            let found = run(connection, discovery, taken.check()).await;
-            match (&mut responder.reserved, taken.into_share()) {
-                (Some(reserved), Some(more)) => reserved.merge(more),
-                (reserved @ None, more) => *reserved = more,
-                (Some(_), None) => {}
-            }
-            found
+            run(connection, discovery, Arc::new(|_| true)).await
         }
     };
     let Some(Discovered { roots, bytes }) = found else {
@@ -129,7 +117,10 @@ async fn discover(
         return responder.send(Ok(result));
     }
     let source = match EncodedOutput::discovered(result) {
-        Ok(source) => Box::new(source),
+        Ok(source) => Box::new(InTurn {
+            source,
+            _turn: turn,
+        }),
         Err(error) => return responder.send_error(error),
     };
     // The piece that is sent first is small compared with the files, which are reserved.

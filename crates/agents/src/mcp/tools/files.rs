@@ -97,6 +97,13 @@ pub(super) async fn read_file(call: &ToolCall, params: ReadFile) -> ToolResult {
         next_offset: lines.next,
         content: content.clone(),
     };
+    let text = with_rest(content, &lines, &shown);
+    ToolOutcome::new(text, &structured)
+}
+
+/// Appends how to read the rest of a file, or that it has no such lines.
+fn with_rest(content: String, lines: &LineSelection, shown: &str) -> String {
+    let bytes = content.len();
     let mut text = content;
     // Writing to a string cannot fail.
     if let Some(next) = lines.next {
@@ -104,7 +111,7 @@ pub(super) async fn read_file(call: &ToolCall, params: ReadFile) -> ToolResult {
             text.push('\n');
         }
         if lines.cut {
-            let (line, bytes) = (next - 1, structured.content.len());
+            let line = next - 1;
             let _ = writeln!(
                 text,
                 "[line {line} is cut after {bytes} bytes; all of it: a larger max_output_tokens, or \
@@ -123,7 +130,7 @@ pub(super) async fn read_file(call: &ToolCall, params: ReadFile) -> ToolResult {
             count => writeln!(text, "[the file has {count} lines]"),
         };
     }
-    ToolOutcome::new(text, &structured)
+    text
 }
 
 /// Selects lines of a file while it is read.
