@@ -155,9 +155,14 @@ impl YamlReader {
             return self.block(&first, least);
         }
         let mut text = first;
+        let is_plain = !text.starts_with(['[', '{', '"', '\'']);
         while let Some((indent, content)) = self.next_line()? {
             if indent < least || (least == 0 && key_of(&content).is_some()) {
                 break;
+            }
+            // A mapping cannot begin inside of a scalar.
+            if is_plain && key_of(&content).is_some() {
+                return None;
             }
             self.at += 1;
             text.push(' ');
@@ -170,8 +175,7 @@ impl YamlReader {
                 flow.rest.trim().is_empty().then_some(value)
             }
             '&' | '*' | '!' | '%' | '@' | '`' => None,
-            // A mapping cannot begin inside of a scalar.
-            _ => (!text.contains(": ")).then(|| plain(text)),
+            _ => Some(plain(text)),
         }
     }
 

@@ -16,6 +16,10 @@ use serde_json::de::{Read, SliceRead, StrRead};
 /// Names of members that must not be ignored when they are misspelt.
 pub(crate) type SafeMembers = &'static [&'static str];
 
+/// Guarded names of every method, so that a misspelt policy is an error instead of having no
+/// effect.
+pub(crate) const EVERYWHERE: SafeMembers = &["sandbox"];
+
 /// Maximum edit distance at which two names are similar: one edit for a letter that is added, missing
 /// or wrong, two for swapped letters. Case is ignored.
 const MAX_EDITS: usize = 2;

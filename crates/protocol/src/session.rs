@@ -7,8 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::environment::EnvironmentInfo;
 use crate::method::{Empty, method_types, notifications};
-use crate::params::check_member;
-use crate::table::EVERYWHERE;
+use crate::params::{EVERYWHERE, check_member};
 
 method_types! {
     /// `initialize`: open a session or resume one.

@@ -11,6 +11,7 @@ use std::fmt;
 use Scope::{Exec, FsRead, FsWrite, Observe};
 
 use crate::method::{Empty, Method, NoParams};
+pub(crate) use crate::params::EVERYWHERE;
 use crate::params::SafeMembers;
 use crate::path::PathUri;
 use crate::{capability, command, environment, fs, http, params, process, session};
@@ -147,10 +148,6 @@ pub trait ServedMethod: Method {
         None
     }
 }
-
-/// Guarded names of every method, so that a misspelt policy is an error instead of having no
-/// effect.
-pub(crate) const EVERYWHERE: SafeMembers = &["sandbox"];
 
 /// Guarded names of methods that start processes, including those of the first generation, which
 /// have none of these members.

@@ -26,7 +26,8 @@ mod own_socket;
 mod parse;
 mod ps;
 #[cfg(test)]
-mod reference_tests;
+#[path = "reference/tests.rs"]
+mod reference;
 mod registry;
 mod remote;
 mod rendezvous;
