@@ -133,7 +133,7 @@ pub struct HttpStream {
 
 /// Source of a streamed body. Dropping it cancels the request.
 ///
-/// Source of the bytes of an [`HttpBody`], for implementations of [`HttpBackend`] outside of this
+/// Source of the bytes of an [`HttpBody`], for implementations of [`ExecutorHttp`] outside of this
 /// crate.
 pub trait BodySource: Send + fmt::Debug {
     /// Returns the next piece; `None` at the end. Cancel safe.

@@ -6,8 +6,11 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+#[cfg(feature = "mcp")]
+use clap::ValueEnum;
+#[cfg(feature = "mcp")]
 use clap::builder::PossibleValuesParser;
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{Parser, Subcommand};
 use exec_server_protocol::process::SignalName;
 
 use super::fs::args::{CpArgs, FsArgs};
