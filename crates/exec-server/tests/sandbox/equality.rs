@@ -91,6 +91,7 @@ impl SandboxFixture {
                 let names = listed["entries"].as_array().unwrap().iter();
                 let mut names: Vec<_> = names
                     .filter_map(|one| one["fileName"].as_str().map(str::to_owned))
+                    .filter(|name| !PLACEHOLDERS.contains(&name.as_str()))
                     .collect();
                 names.sort();
                 format!("directory {}", names.join(" "))
@@ -100,6 +101,10 @@ impl SandboxFixture {
         }
     }
 }
+
+/// Names that are not compared: a command also sees the mount points of protected names, which exist
+/// while it runs.
+const PLACEHOLDERS: [&str; 4] = [".git", ".agents", ".aws", ".codex"];
 
 /// The system's error in a message, without the path.
 fn kind_of(message: &str) -> &str {
