@@ -54,7 +54,7 @@ pub(crate) enum BenchMessage<'a> {
     Delta {
         /// The bytes as base64.
         chunk: Cow<'a, [u8]>,
-        /// Whether it is the last piece.
+        /// Whether this is the last piece of the HTTP body.
         done: bool,
     },
     /// Any other message.

@@ -132,7 +132,7 @@ impl Discovery {
     }
 }
 
-/// A running discovery of one root.
+/// A running search for the capabilities in one root directory.
 struct Running {
     /// The result if the discovery fails.
     failed: DiscoveredRoot,

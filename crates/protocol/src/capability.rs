@@ -261,7 +261,7 @@ pub struct SkillTool {
     pub description: Option<String>,
     /// How it is reached.
     pub transport: Option<String>,
-    /// Command that starts it.
+    /// Command that starts the tool.
     pub command: Option<String>,
     /// Its address.
     pub url: Option<String>,

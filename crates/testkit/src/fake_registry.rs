@@ -41,7 +41,7 @@ struct Script {
     register: VecDeque<u16>,
     socket: VecDeque<u16>,
     registrations: u32,
-    /// Bearer token that registrations must have; any, if there is none.
+    /// Bearer token that registrations must have; `None` accepts any token.
     key: Option<String>,
     /// Sockets of earlier registrations get 404.
     oldest: u32,

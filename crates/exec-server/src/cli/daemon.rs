@@ -128,7 +128,7 @@ impl DaemonPaths {
         self.file("daemon.sock")
     }
 
-    /// The state file of the daemon; `null` if there is none.
+    /// State file of the daemon; `null` if it does not exist.
     fn state(&self) -> Value {
         let text = std::fs::read(self.file("daemon.json")).unwrap_or_default();
         serde_json::from_slice(&text).unwrap_or_default()

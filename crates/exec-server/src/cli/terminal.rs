@@ -37,7 +37,7 @@ pub(super) fn is_input_null() -> bool {
     is_device && input.st_rdev == null.st_rdev
 }
 
-/// Whether there is something to read on standard input, before this time is over.
+/// Whether standard input becomes readable before the timeout.
 pub(super) fn has_input(patience: Duration) -> bool {
     let stdin = rustix::stdio::stdin();
     let patience = Timespec::try_from(patience).unwrap_or_default();

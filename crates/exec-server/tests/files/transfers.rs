@@ -170,7 +170,7 @@ pub(crate) async fn uploaded_tree_is_downloaded_unchanged(subject: FilesSubject)
         assert_eq!(picture(&source, archive), picture(&back, archive));
         assert_eq!(mode(&back.join("script")), 0o111);
     }
-    // The second copy goes onto the existing tree, including links.
+    // The second copy replaces the existing tree, including links.
     let again = send(&subject, &source, "plain", options(true));
     complete(&again.await.unwrap());
     assert_eq!(

@@ -19,7 +19,7 @@ async fn catalog_equals_that_of_the_real_server() {
     real.initialize(json!({"clientName": "test"})).await;
     let (_server, mut ours) = served(&home.path(), true).await;
     let (theirs, ours) = (catalog(&mut real).await, catalog(&mut ours).await);
-    // The real program unpacks skills of its own into `skills/.system` and does not say when.
+    // The real program unpacks its own skills into `skills/.system` at an unspecified time.
     let comparable = |mut found: Value| {
         let skills = found["skills"].as_array_mut().unwrap();
         skills.retain(|skill| !skill["path"].as_str().unwrap().contains("/.system/"));

@@ -20,7 +20,7 @@ const SERIES: u32 = 8;
 /// A read of this size or more does not count towards a series.
 const LARGE_BYTES: usize = 1024;
 
-/// Read schedule of one process.
+/// Times at which the output of one process is read.
 #[derive(Debug)]
 pub(super) struct ReadSchedule {
     /// More bytes than this in an interval end a series: the process must not wait for space in the

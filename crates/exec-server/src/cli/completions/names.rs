@@ -34,7 +34,7 @@ pub(super) struct Position {
     kind: NameKind,
     /// The options of the command line that say where to work.
     server: ServerArgs,
-    /// Local files can stand there as well.
+    /// Whether the argument can also be a local file.
     or_local: bool,
 }
 

@@ -29,7 +29,7 @@ pub(super) enum ReportedChange<'a> {
     Removed {
         /// The path.
         path: &'a Path,
-        /// Everything below it was removed as well, without separate reports.
+        /// The whole tree below the path was removed; it has no separate reports.
         tree: bool,
     },
     /// The path was renamed within the tree.

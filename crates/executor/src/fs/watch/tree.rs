@@ -348,7 +348,7 @@ impl<T: ChangeReceiver> WatchedTree<T> {
         if event.mask.contains(ReadFlags::CREATE) {
             self.settle(&path);
             match self.scanned.appears(&path) {
-                // A scan reported it, together with its content.
+                // A scan has already reported the new entry and everything below it.
                 EntryNovelty::Known => {}
                 arrival => {
                     let replaced = arrival == EntryNovelty::Vague;
